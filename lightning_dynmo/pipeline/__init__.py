@@ -1,0 +1,41 @@
+"""Pipeline parallelism on torch.distributed: takes a chain of modules and a callable, knows nothing of Lightning."""
+
+from lightning_dynmo.pipeline.checkpoint import gather_optimizer_state, gather_state_dict, load_optimizer_state
+from lightning_dynmo.pipeline.exchange import Profile
+from lightning_dynmo.pipeline.failures import FailureBoard, PipelineError
+from lightning_dynmo.pipeline.gradients import clip_grad_norm, set_aside
+from lightning_dynmo.pipeline.groups import PipelineGroups, create_groups
+from lightning_dynmo.pipeline.microbatches import (
+    Inputs,
+    batch_size_of,
+    choose_num_microbatches,
+    merge_outputs,
+    split_batch,
+)
+from lightning_dynmo.pipeline.migration import Migration
+from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
+from lightning_dynmo.pipeline.schedules import SCHEDULES, check_num_microbatches, check_schedule
+
+__all__ = [
+    "SCHEDULES",
+    "FailureBoard",
+    "Inputs",
+    "Migration",
+    "PipelineError",
+    "PipelineGroups",
+    "PipelineRuntime",
+    "Profile",
+    "Rebalance",
+    "batch_size_of",
+    "check_num_microbatches",
+    "check_schedule",
+    "choose_num_microbatches",
+    "clip_grad_norm",
+    "create_groups",
+    "gather_optimizer_state",
+    "gather_state_dict",
+    "load_optimizer_state",
+    "merge_outputs",
+    "set_aside",
+    "split_batch",
+]

@@ -1,0 +1,96 @@
+"""State of the whole model on one rank: what one device would have saved, whatever the assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dynmo.ownership import LayerChain
+from lightning_dynmo.pipeline.groups import PipelineGroups
+from lightning_dynmo.pipeline.migration import Package, state_of, transfer
+from lightning_dynmo.planning import Move
+
+
+def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups) -> dict[str, Any]:
+    """Returns on the first rank the model's ``state_dict`` with every layer's data on the CPU; elsewhere an empty one.
+
+    Args:
+        chain: All layers.
+        owners: The `pp_rank` that owns each layer.
+        groups: Process groups of this rank.
+    """
+    real: dict[int, Tensor] = {}
+    extra: dict[str, Any] = {}
+    prefixes = {id(module): name for name, module in chain.root.named_modules()}
+    for index, package in _fetch(chain, owners, groups, (), with_tensors=True):
+        for (_, shell), tensor in zip(chain.tensors(index), package.tensors, strict=True):
+            real[id(shell)] = tensor
+        for name, state in package.manifest.extra_state.items():
+            module = chain.layers[index].get_submodule(name)
+            extra[f"{prefixes[id(module)]}._extra_state"] = state
+    if not groups.is_first:
+        return {}
+    state_dict: dict[str, Any] = chain.root.state_dict(keep_vars=True)
+    for key, value in state_dict.items():
+        if isinstance(value, Tensor):
+            state_dict[key] = real[id(value)] if id(value) in real else value.detach()
+        elif key in extra:
+            state_dict[key] = extra[key]
+    return state_dict
+
+
+def gather_optimizer_state(
+    chain: LayerChain, owners: Sequence[int], groups: PipelineGroups, optimizer: Optimizer
+) -> dict[str, Any]:
+    """Returns on the first rank the optimizer's ``state_dict`` for all parameters; elsewhere an empty one."""
+    positions = _positions(optimizer)
+    fetched: dict[int, Any] = {}
+    for index, package in _fetch(chain, owners, groups, (optimizer,), with_tensors=False):
+        for parameter, state in zip(chain.parameters(index), state_of(package, 0), strict=True):
+            if state:
+                fetched[positions[id(parameter)]] = state
+    if not groups.is_first:
+        return {}
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    state_dict["state"] = dict(sorted({**state_dict["state"], **fetched}.items()))
+    return state_dict
+
+
+def load_optimizer_state(chain: LayerChain, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Loads a whole model's optimizer state and keeps what belongs to the layers of this rank."""
+    positions = _positions(optimizer)
+    away = {
+        positions[id(parameter)]
+        for index in range(len(chain))
+        if not chain.owns(index)
+        for parameter in chain.parameters(index)
+        if id(parameter) in positions
+    }
+    state = {position: value for position, value in state_dict["state"].items() if position not in away}
+    optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def _fetch(
+    chain: LayerChain,
+    owners: Sequence[int],
+    groups: PipelineGroups,
+    optimizers: Sequence[Optimizer],
+    *,
+    with_tensors: bool,
+) -> list[tuple[int, Package]]:
+    """Copies the layers of all other ranks to the CPU of the first, one rank after the other."""
+    fetched = []
+    for owner in range(1, groups.pp_size):
+        moves = [Move(layer, owner, 0) for layer in range(len(chain)) if owners[layer] == owner]
+        arrived, _ = transfer(chain, moves, groups, optimizers, with_tensors=with_tensors)
+        for index, package in arrived.items():
+            fetched.append((index, Package(package.manifest, tuple(tensor.cpu() for tensor in package.tensors))))
+    return fetched
+
+
+def _positions(optimizer: Optimizer) -> dict[int, int]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): position for position, parameter in enumerate(parameters)}

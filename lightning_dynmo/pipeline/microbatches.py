@@ -1,0 +1,152 @@
+"""Cutting a batch into microbatches and putting their results together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What one microbatch brings into the pipeline.
+
+    Attributes:
+        args: Positional arguments of the first layer.
+        kwargs: Keyword arguments, for every layer whose ``forward`` names them.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def batch_size_of(batch: Any) -> int:
+    """Returns the number of samples in a batch: dim 0 of its tensors, which must agree.
+
+    Args:
+        batch: A tensor ``[B, ...]``, or mappings, sequences and dataclasses of them; tensors without dims are settings
+            rather than samples and do not count.
+
+    Raises:
+        ValueError: If the batch has no tensor with a dim, or its tensors disagree.
+    """
+    sizes: dict[int, str] = {}
+    _collect_sizes(batch, "batch", sizes)
+    if not sizes:
+        raise ValueError(
+            "The batch holds no tensor whose dim 0 counts samples, so it cannot be cut into microbatches. Return "
+            "tensors of shape [B, ...] from the dataloader, or use num_microbatches=1."
+        )
+    if len(sizes) > 1:
+        found = ", ".join(f"{path} has {size}" for size, path in sizes.items())
+        raise ValueError(
+            f"The tensors of the batch disagree on the number of samples in dim 0: {found}. Give every tensor of the "
+            "batch one entry per sample, and keep tensors that all samples share in a buffer of the model."
+        )
+    return next(iter(sizes))
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Cuts a batch into equal microbatches along dim 0, in order, without copying.
+
+    Tensors and lists with one entry per sample are cut; everything else goes into every microbatch as it is.
+
+    Args:
+        batch: See `batch_size_of`.
+        num_microbatches: How many; must divide the batch size.
+
+    Raises:
+        ValueError: If the number does not divide the batch size, or the batch size is unclear.
+    """
+    if num_microbatches == 1:
+        return [batch]
+    batch_size = batch_size_of(batch)
+    if batch_size % num_microbatches:
+        divisors = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+        nearest = min(divisors, key=lambda count: abs(count - num_microbatches))
+        raise ValueError(
+            f"A batch of {batch_size} samples cannot be cut into {num_microbatches} equal microbatches. Use a batch "
+            f"size that is a multiple of {num_microbatches}, or num_microbatches={nearest}; if only the last batch of "
+            "an epoch is shorter, set drop_last=True in its dataloader."
+        )
+    size = batch_size // num_microbatches
+    return [_cut(batch, batch_size, start, start + size) for start in range(0, batch_size, size)]
+
+
+def choose_num_microbatches(batch_size: int, num_stages: int) -> int:
+    """Returns the largest divisor of the batch size up to 4 per stage, the paper's guidance for small bubbles."""
+    return next(count for count in range(min(batch_size, 4 * num_stages), 0, -1) if batch_size % count == 0)
+
+
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+    """Puts the results of the microbatches' steps together as one result for the batch.
+
+    Tensors without dims are averaged, others are concatenated along dim 0; mappings and tuples are merged entry by
+    entry; lists are joined; anything else must be the same in all microbatches, else a list of it is returned.
+
+    Args:
+        outputs: One result per microbatch, in order.
+        weights: Weight of each microbatch in averages; equal where not given.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if first.dim():
+            return torch.cat(list(outputs))
+        return weighted_mean(outputs, weights)
+    if isinstance(first, Mapping):
+        return {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
+    if isinstance(first, tuple):
+        return tuple(merge_outputs(list(entries), weights) for entries in zip(*outputs, strict=True))
+    if isinstance(first, list):
+        return [entry for output in outputs for entry in output]
+    return first if all(output == first for output in outputs) else list(outputs)
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+    """Returns the mean of scalars, in float64 and then in their dtype, so that their order does not matter."""
+    stacked = torch.stack([value.detach().double() for value in values])
+    if weights is None:
+        mean = stacked.mean()
+    else:
+        scale = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
+        mean = (stacked * scale).sum() / scale.sum()
+    dtype = values[0].dtype
+    return mean.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+def _collect_sizes(value: Any, path: str, sizes: dict[int, str]) -> None:
+    if isinstance(value, Tensor):
+        if value.dim():
+            sizes.setdefault(value.shape[0], path)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            _collect_sizes(entry, f"{path}[{key!r}]", sizes)
+    elif isinstance(value, tuple | list):
+        for index, entry in enumerate(value):
+            _collect_sizes(entry, f"{path}[{index}]", sizes)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            _collect_sizes(getattr(value, entry.name), f"{path}.{entry.name}", sizes)
+
+
+def _cut(value: Any, batch_size: int, start: int, stop: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.dim() else value
+    if isinstance(value, Mapping):
+        entries = {key: _cut(entry, batch_size, start, stop) for key, entry in value.items()}
+        return entries if type(value) is dict else type(value)(entries)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cut(entry, batch_size, start, stop) for entry in value))
+    if isinstance(value, tuple):
+        return tuple(_cut(entry, batch_size, start, stop) for entry in value)
+    if isinstance(value, list):
+        if len(value) == batch_size and not any(isinstance(entry, Tensor) for entry in value):
+            return value[start:stop]
+        return [_cut(entry, batch_size, start, stop) for entry in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        entries = {entry.name: _cut(getattr(value, entry.name), batch_size, start, stop) for entry in fields(value)}
+        return replace(value, **entries)
+    return value

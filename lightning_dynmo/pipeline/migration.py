@@ -1,0 +1,328 @@
+"""Moving layers between ranks with everything that belongs to them.
+
+A layer travels as one manifest, which says what it holds, and its tensors, packed into one flat buffer per pair of
+ranks. The order is: receive, agree, then let go. Until every rank has what it was sent, every source still has its
+layers whole, so a move that fails leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dynmo.ownership import LayerChain, release_freed_memory
+from lightning_dynmo.pipeline.groups import PipelineGroups
+from lightning_dynmo.planning import Move
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that travels, and whether it lives on the CPU whatever the layer's device is."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    on_cpu: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one layer holds besides the elements of its tensors.
+
+    Attributes:
+        tensors: Every tensor that travels: parameters and buffers, then optimizer state.
+        num_layer_tensors: How many of them are parameters and buffers.
+        requires_grad: One flag per parameter.
+        training: One flag per submodule, in order of ``modules()``.
+        extra_state: ``get_extra_state()`` of the submodules that define it, by name.
+        optimizer_states: For each optimizer and parameter, state by key: a position in `tensors`, or a value.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    num_layer_tensors: int
+    requires_grad: tuple[bool, ...]
+    training: tuple[bool, ...]
+    extra_state: dict[str, Any]
+    optimizer_states: tuple[tuple[dict[str, _Slot], ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel when the layer moves."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One entry of an optimizer's state: position of a tensor, or any other value as it is."""
+
+    position: int | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One layer on its way: its manifest and its tensors in the manifest's order."""
+
+    manifest: Manifest
+    tensors: tuple[Tensor, ...] = field(repr=False)
+
+
+def pack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], *, with_tensors: bool = True) -> Package:
+    """Returns what layer `index` holds; the tensors are the layer's own, not copies.
+
+    Args:
+        chain: All layers; this rank must own the layer.
+        index: Layer.
+        optimizers: Optimizers whose state goes along.
+        with_tensors: Whether parameters and buffers go along.
+    """
+    layer = chain.layers[index]
+    tensors: list[Tensor] = [tensor.detach() for _, tensor in chain.tensors(index)] if with_tensors else []
+    num_layer_tensors = len(tensors)
+    states = []
+    for optimizer in optimizers:
+        per_parameter = []
+        for parameter in chain.parameters(index):
+            slots = {}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    slots[key] = _Slot(position=len(tensors))
+                    tensors.append(value.detach())
+                else:
+                    slots[key] = _Slot(value=value)
+            per_parameter.append(slots)
+        states.append(tuple(per_parameter))
+    manifest = Manifest(
+        tensors=tuple(TensorSpec(tensor.shape, tensor.dtype, tensor.device.type == "cpu") for tensor in tensors),
+        num_layer_tensors=num_layer_tensors,
+        requires_grad=tuple(parameter.requires_grad for parameter in layer.parameters()),
+        training=tuple(module.training for module in layer.modules()),
+        extra_state={
+            name: module.get_extra_state()
+            for name, module in layer.named_modules()
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        },
+        optimizer_states=tuple(states),
+    )
+    return Package(manifest, tuple(tensors))
+
+
+def unpack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], package: Package) -> None:
+    """Makes layer `index` whole on this rank from what was sent; cannot fail, since it only swaps references."""
+    manifest, tensors = package.manifest, package.tensors
+    chain.take(index, tensors[: manifest.num_layer_tensors])
+    layer = chain.layers[index]
+    for parameter, requires_grad in zip(layer.parameters(), manifest.requires_grad, strict=True):
+        parameter.requires_grad_(requires_grad)
+    for module, training in zip(layer.modules(), manifest.training, strict=True):
+        module.training = training
+    for name, state in manifest.extra_state.items():
+        layer.get_submodule(name).set_extra_state(state)
+    for optimizer, states in zip(optimizers, manifest.optimizer_states, strict=True):
+        for parameter, slots in zip(chain.parameters(index), states, strict=True):
+            if slots:
+                optimizer.state[parameter] = {key: _value_of(slot, tensors) for key, slot in slots.items()}
+
+
+def state_of(package: Package, optimizer: int) -> list[dict[str, Any]]:
+    """Returns one optimizer's state of a package: one dict for each parameter of the layer, in order."""
+    return [
+        {key: _value_of(slot, package.tensors) for key, slot in slots.items()}
+        for slots in package.manifest.optimizer_states[optimizer]
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """What a migration did.
+
+    Attributes:
+        moves: Layers and where they went.
+        moved_bytes: Bytes of all tensors that travelled.
+        duration_s: Seconds it took this rank.
+    """
+
+    moves: tuple[Move, ...]
+    moved_bytes: int
+    duration_s: float
+
+
+def migrate(
+    chain: LayerChain, moves: Iterable[Move], groups: PipelineGroups, optimizers: Sequence[Optimizer]
+) -> Migration:
+    """Moves layers between the ranks of a pipeline; every rank calls this with the same moves.
+
+    Args:
+        chain: All layers.
+        moves: Stages are `pp_rank`s.
+        groups: Process groups of this rank.
+        optimizers: Optimizers whose state goes along.
+
+    Raises:
+        RuntimeError: If a rank cannot hold what it is sent; nothing has moved then, on any rank.
+    """
+    begin = time.perf_counter()
+    moves = tuple(moves)
+    arrived, moved_bytes = transfer(chain, moves, groups, optimizers)
+    for move in moves:
+        if move.source == groups.pp_rank:
+            chain.let_go(move.layer, move.target)
+            for optimizer in optimizers:
+                for parameter in chain.parameters(move.layer):
+                    optimizer.state.pop(parameter, None)
+    for index, package in arrived.items():
+        unpack(chain, index, optimizers, package)
+    for move in moves:
+        if not chain.owns(move.layer):
+            chain.let_go(move.layer, move.target)  # so that the shell's error names the new owner
+    release_freed_memory()
+    return Migration(moves, moved_bytes, time.perf_counter() - begin)
+
+
+def transfer(
+    chain: LayerChain,
+    moves: Sequence[Move],
+    groups: PipelineGroups,
+    optimizers: Sequence[Optimizer],
+    *,
+    with_tensors: bool = True,
+) -> tuple[dict[int, Package], int]:
+    """Copies layers to other ranks and leaves them where they are.
+
+    Returns:
+        The layers that arrived at this rank, by index, in tensors of their own; and the bytes that all ranks sent.
+
+    Raises:
+        RuntimeError: If a rank has no memory for what it is sent, raised on every rank.
+    """
+    me = groups.pp_rank
+    outgoing = {
+        move.layer: pack(chain, move.layer, optimizers, with_tensors=with_tensors)
+        for move in moves
+        if move.source == me
+    }
+    manifests: dict[int, Manifest] = {}
+    for part in groups.gather({index: package.manifest for index, package in outgoing.items()}):
+        manifests.update(part)
+
+    pairs = sorted({(move.source, move.target) for move in moves if me in (move.source, move.target)})
+    layers = {pair: [move.layer for move in moves if (move.source, move.target) == pair] for pair in pairs}
+    error: Exception | None = None
+    buffers: dict[tuple[tuple[int, int], bool], Tensor] = {}
+    arrived: dict[int, Package] = {}
+    try:
+        for pair in pairs:
+            for on_cpu in (True, False):
+                buffers[pair, on_cpu] = _flat_buffer(pair, layers[pair], on_cpu, outgoing, manifests, groups)
+            if pair[1] == me:
+                for index in layers[pair]:
+                    arrived[index] = _empty_package(manifests[index], groups.device)
+    except RuntimeError as failure:  # out of memory
+        error = failure
+    if not groups.all_agree(error is None):
+        raise RuntimeError(
+            f"Layers could not be moved, since a rank has no memory for what it was to receive; nothing was moved. "
+            f"{'This rank: ' + str(error) if error else 'See the other ranks.'}"
+        ) from error
+
+    _exchange(buffers, groups)
+    for pair in pairs:
+        if pair[1] == me:
+            _unflatten([arrived[index] for index in layers[pair]], buffers[pair, True], buffers[pair, False])
+    groups.all_agree(True)
+    return arrived, sum(manifest.num_bytes for manifest in manifests.values())
+
+
+def make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups) -> None:
+    """Gives every rank of the pipeline every layer, on the CPU, as before training; optimizer state stays away.
+
+    Args:
+        chain: All layers.
+        owners: The `pp_rank` that owns each layer.
+        groups: Process groups of this rank.
+    """
+    manifests: dict[int, Manifest] = {}
+    for part in groups.gather({index: pack(chain, index, ()).manifest for index in chain.owned}):
+        manifests.update(part)
+    for index, owner in enumerate(owners):
+        if owner == groups.pp_rank:
+            package = pack(chain, index, ())
+        else:
+            package = _empty_package(manifests[index], groups.device)
+        for tensor in package.tensors:
+            group = groups.control if tensor.device.type == "cpu" else groups.pipeline
+            dist.broadcast(tensor.contiguous(), src=groups.peer(owner), group=group)
+        if owner != groups.pp_rank:
+            unpack(chain, index, (), Package(package.manifest, tuple(tensor.cpu() for tensor in package.tensors)))
+
+
+def _value_of(slot: _Slot, tensors: Sequence[Tensor]) -> Any:
+    return slot.value if slot.position is None else tensors[slot.position]
+
+
+def _flat_buffer(
+    pair: tuple[int, int],
+    layers: Sequence[int],
+    on_cpu: bool,
+    outgoing: dict[int, Package],
+    manifests: dict[int, Manifest],
+    groups: PipelineGroups,
+) -> Tensor:
+    """Returns the bytes that one rank sends another, filled at the source."""
+    device = torch.device("cpu") if on_cpu else groups.device
+    if pair[0] == groups.pp_rank:
+        parts = [
+            _as_bytes(tensor)
+            for index in layers
+            for tensor, spec in zip(outgoing[index].tensors, manifests[index].tensors, strict=True)
+            if spec.on_cpu == on_cpu
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+    size = sum(spec.num_bytes for index in layers for spec in manifests[index].tensors if spec.on_cpu == on_cpu)
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _exchange(buffers: dict[tuple[tuple[int, int], bool], Tensor], groups: PipelineGroups) -> None:
+    """Sends and receives all buffers at once, so that the order in which ranks come to it does not matter."""
+    for on_cpu, group in ((True, groups.control), (False, groups.pipeline)):
+        operations = []
+        for ((source, target), kind), buffer in buffers.items():
+            if kind == on_cpu and buffer.numel():
+                if source == groups.pp_rank:
+                    operations.append(dist.P2POp(dist.isend, buffer, groups.peer(target), group))
+                else:
+                    operations.append(dist.P2POp(dist.irecv, buffer, groups.peer(source), group))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+
+def _empty_package(manifest: Manifest, device: torch.device) -> Package:
+    tensors = tuple(
+        torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.on_cpu else device) for spec in manifest.tensors
+    )
+    return Package(manifest, tensors)
+
+
+def _unflatten(packages: Sequence[Package], on_cpu: Tensor, on_device: Tensor) -> None:
+    """Copies flat bytes into the packages' own tensors, so that no layer keeps a whole buffer alive."""
+    offsets = {True: 0, False: 0}
+    for package in packages:
+        for tensor, spec in zip(package.tensors, package.manifest.tensors, strict=True):
+            flat, offset = on_cpu if spec.on_cpu else on_device, offsets[spec.on_cpu]
+            _as_bytes(tensor).copy_(flat[offset : offset + spec.num_bytes])
+            offsets[spec.on_cpu] = offset + spec.num_bytes
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,215 @@
+"""One stage: the layers that a rank owns, run as one `PipelineStage` of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_dynmo.ownership import LayerChain
+from lightning_dynmo.pipeline._torch import PipelineStage
+from lightning_dynmo.pipeline.borders import Border, as_border, call_layer, check_border
+from lightning_dynmo.pipeline.failures import PipelineError
+from lightning_dynmo.pipeline.groups import PipelineGroups
+from lightning_dynmo.pipeline.microbatches import Inputs
+from lightning_dynmo.pipeline.randomness import keyed_randomness
+from lightning_dynmo.profiling import LayerTimer
+
+LastStep = Callable[[int, Any], Tensor]
+"""Called on the last stage with a microbatch's index and the chain's output; returns its scaled loss."""
+
+
+class StageModule(nn.Module):
+    """Runs one stage's layers for the microbatch whose index it is given.
+
+    torch passes the index along as a tensor and knows nothing of batches: each rank of a pipeline reads the same batch,
+    so the stage looks up what its layers need. The output of the last layer stays here until `last_step` takes it.
+
+    Args:
+        chain: All layers.
+        layers: Indices of this stage's layers.
+        output: What the next stage expects; None for the last stage.
+        where: How errors call this stage, such as ``"rank 2, stage 2"``.
+        device: Where the layers live.
+        precision_context: Entered around each layer and around the last step.
+    """
+
+    def __init__(
+        self,
+        chain: LayerChain,
+        layers: range,
+        output: Border | None,
+        where: str,
+        device: torch.device,
+        precision_context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__()
+        self.chain = chain
+        self.indices = layers
+        self.layers = nn.ModuleList(chain.layers[index] for index in layers)
+        self._output = output
+        self._where = where
+        self._device = device
+        self._precision_context = precision_context
+        self._results: dict[int, Any] = {}
+        self._inputs: Sequence[Inputs] = ()
+        self._last_step: LastStep | None = None
+        self._key: tuple[int, ...] = ()
+        self.timer: LayerTimer | None = None
+
+    def prepare(
+        self, inputs: Sequence[Inputs], last_step: LastStep, key: tuple[int, ...], timer: LayerTimer | None
+    ) -> None:
+        """Sets what the next iteration runs on.
+
+        Args:
+            inputs: One entry per microbatch.
+            last_step: Called on the last stage.
+            key: Seed and step, to which layer and microbatch are added for each layer's random numbers.
+            timer: Times this iteration; None where it is not measured.
+        """
+        self._inputs, self._last_step, self._key, self.timer = inputs, last_step, key, timer
+        self._results.clear()
+
+    def finish(self) -> None:
+        """Lets go of the batch."""
+        self._inputs, self._last_step, self.timer = (), None, None
+        self._results.clear()
+
+    @override
+    def forward(self, *activations: Tensor, microbatch: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """Runs the stage's layers on the activations received, or on the batch's own inputs in the first stage."""
+        index = int(microbatch)
+        inputs = self._inputs[index]
+        values: tuple[Any, ...] = activations if self.indices.start else inputs.args
+        for layer_index, layer in zip(self.indices, self.layers, strict=True):
+            output = self._run(layer_index, layer, values, inputs.kwargs, index)
+            values = output if isinstance(output, tuple) else (output,)
+        if self._output is None:
+            self._results[index] = output
+            return torch.empty(0, device=self._device)
+        name = f"{self._where}, {self.chain.name(self.indices[-1])}"
+        border = tuple(value.contiguous() for value in as_border(output, name))
+        check_border(border, self._output, name)
+        return border
+
+    def loss(self, _: Any, microbatch: Tensor) -> Tensor:
+        """Runs the last step on a microbatch's output; torch calls this where it computes the loss."""
+        index = int(microbatch)
+        assert self._last_step is not None
+        last = self.indices[-1]
+        busy = nullcontext() if self.timer is None else self.timer.busy()
+        with busy, self._failing(f"{self._where}, step method, microbatch {index}"):
+            with self._timed(last, index), self._random(len(self.chain), index), self._precision_context():
+                return self._last_step(index, self._results.pop(index))
+
+    def _run(self, index: int, layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any], mb: int) -> Any:
+        with self._failing(f"{self._where}, {self.chain.name(index)}, microbatch {mb}"):
+            with self._timed(index, mb), self._random(index, mb), self._precision_context():
+                output = call_layer(layer, values, kwargs)
+        if self.timer is not None and torch.is_grad_enabled():
+            self.timer.watch(output if isinstance(output, tuple) else (output,), index, mb)
+        return output
+
+    def _timed(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.timer is None else self.timer.forward(layer, microbatch)
+
+    def _random(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
+        return keyed_randomness(self._device, *self._key, layer, microbatch)
+
+    @staticmethod
+    def _failing(where: str) -> AbstractContextManager[None]:
+        return _NamedFailure(where)
+
+
+class _NamedFailure(AbstractContextManager[None]):
+    """Adds to an exception where it arose: rank, stage, layer and microbatch."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    @override
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, PipelineError):
+            raise PipelineError(f"{self._where}: {type(error).__name__}: {error}") from error
+
+
+class Stage(PipelineStage):
+    """torch's `PipelineStage` with full static metadata and no messages or backward where no gradient flows.
+
+    Args:
+        module: The stage's layers.
+        index: Stage, which is also the `pp_rank`.
+        borders: Output of each layer of the chain but the last.
+        groups: Process groups of this rank.
+    """
+
+    def __init__(self, module: StageModule, index: int, borders: Sequence[Border], groups: PipelineGroups) -> None:
+        first, last = module.indices.start, module.indices[-1]
+        self._received: Border = borders[first - 1] if first else ()
+        self._sent: Border = borders[last] if last < len(borders) else (torch.empty(0, device="meta"),)
+        super().__init__(
+            module,
+            index,
+            groups.pp_size,
+            groups.device,
+            input_args=self._received,
+            output_args=self._sent,
+            group=groups.pipeline,
+        )
+        self.module = module
+
+    @override
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # Buffers get the need of a gradient that their sender has: torch 2.11 would ask one of everything it receives.
+        has_backward, self.has_backward = self.has_backward, False
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        self.has_backward = has_backward
+        for infos in self.args_recv_info.values() if self._received else ():
+            for info, border in zip(infos, self._received, strict=True):
+                info.buffer.requires_grad_(border.requires_grad and has_backward)
+        return result
+
+    @override
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._busy():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    @override
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        timer = self.module.timer
+        with self._busy(), nullcontext() if timer is None else timer.backward(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    @override
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward or self.is_last:
+            return []
+        peer = dist.get_global_rank(self.group, self.stage_index + 1)
+        return [
+            dist.P2POp(dist.irecv, info.buffer, peer, self.group)
+            for info, border in zip(self.grad_recv_info[bwd_chunk_id], self._sent, strict=True)
+            if border.requires_grad
+        ]
+
+    @override
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward or self.is_first:
+            return []
+        peer = dist.get_global_rank(self.group, self.stage_index - 1)
+        gradients = self.bwd_cache.pop(bwd_chunk_id)
+        operations = []
+        for gradient, border in zip(gradients, self._received, strict=False):
+            if border.requires_grad:
+                if gradient is None:  # the layers did not use this tensor
+                    gradient = torch.zeros(border.shape, dtype=border.dtype, device=self.device)
+                operations.append(dist.P2POp(dist.isend, gradient, peer, self.group))
+        return operations
+
+    def _busy(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.module.timer is None else self.module.timer.busy()

@@ -1,0 +1,31 @@
+"""What to run where: loads, assignments and the balancers that map one to the other. Pure Python and numpy."""
+
+from lightning_dynmo.planning.assignment import Assignment, Move, moves_between
+from lightning_dynmo.planning.balancers import Balancer, PartitionBalancer
+from lightning_dynmo.planning.decision import Prediction, predict
+from lightning_dynmo.planning.initial import initial_assignment
+from lightning_dynmo.planning.loads import (
+    LayerLoad,
+    LoadMetric,
+    bubble_ratio,
+    expected_bubble_ratio,
+    imbalance,
+    load_values,
+)
+
+__all__ = [
+    "Assignment",
+    "Balancer",
+    "LayerLoad",
+    "LoadMetric",
+    "Move",
+    "PartitionBalancer",
+    "Prediction",
+    "bubble_ratio",
+    "expected_bubble_ratio",
+    "imbalance",
+    "initial_assignment",
+    "load_values",
+    "moves_between",
+    "predict",
+]

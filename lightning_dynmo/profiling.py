@@ -1,0 +1,119 @@
+"""Seconds per layer, forward and backward, measured only in the iterations that are asked for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Stamp = float | torch.cuda.Event
+
+
+class LayerTimer:
+    """Times each layer of one rank over the microbatches of one iteration.
+
+    On the CPU a moment is a clock reading. On CUDA it is an event, recorded in the stream and read after the step, so
+    that nothing synchronises inside it. Frozen layers are timed as they run: without a backward they cost none.
+
+    Args:
+        device: Where the layers run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._forward: dict[int, dict[int, list[tuple[Stamp, Stamp]]]] = defaultdict(lambda: defaultdict(list))
+        self._backward: dict[int, tuple[Stamp, Stamp]] = {}
+        self._arrivals: dict[int, dict[int, Stamp]] = defaultdict(dict)
+        self._busy: list[tuple[Stamp, Stamp]] = []
+        self._step: list[tuple[Stamp, Stamp]] = []
+
+    @contextmanager
+    def forward(self, layer: int, microbatch: int) -> Iterator[None]:
+        """Times the forward of a layer; a second call for the same layer and microbatch adds to the first."""
+        begin = self._now()
+        yield
+        self._forward[layer][microbatch].append((begin, self._now()))
+
+    def watch(self, outputs: Sequence[Any], layer: int, microbatch: int) -> None:
+        """Notes when the gradient of a layer's output arrives, which is when its backward begins."""
+        arrivals = self._arrivals[microbatch]
+
+        def arrived(_: Tensor) -> None:
+            if layer not in arrivals:
+                arrivals[layer] = self._now()
+
+        for output in outputs:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(arrived)
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Times the backward of all layers of this rank for one microbatch."""
+        begin = self._now()
+        yield
+        self._backward[microbatch] = (begin, self._now())
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts the body as time in which this rank works rather than waits."""
+        begin = self._now()
+        yield
+        self._busy.append((begin, self._now()))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Times the whole iteration."""
+        begin = self._now()
+        yield
+        self._step.append((begin, self._now()))
+
+    def step_s(self) -> float:
+        """Returns the seconds of the whole iteration."""
+        return sum(self._seconds(begin, end) for begin, end in self._step)
+
+    def busy_s(self) -> float:
+        """Returns the seconds in which this rank worked."""
+        return sum(self._seconds(begin, end) for begin, end in self._busy)
+
+    def forward_s(self, layer: int) -> float:
+        """Returns the seconds per iteration of a layer's forward: its median microbatch times their number.
+
+        The median, since another process of the same machine may take the core away for the length of one microbatch.
+        """
+        times = [sum(self._seconds(*span) for span in spans) for spans in self._forward[layer].values()]
+        return statistics.median(times) * len(times) if times else 0.0
+
+    def backward_s(self, layer: int) -> float:
+        """Returns the seconds per iteration of a layer's backward, in the same way; 0 if none ran."""
+        times = [self._backward_of(layer, microbatch) for microbatch in self._backward]
+        return statistics.median(times) * len(times) if times else 0.0
+
+    def _backward_of(self, layer: int, microbatch: int) -> float:
+        arrivals = self._arrivals[microbatch]
+        if layer not in arrivals:
+            return 0.0
+        begin, end = self._backward[microbatch]
+        # The topmost layer also answers for what comes before it: the backward of the loss.
+        start = begin if layer == max(arrivals) else arrivals[layer]
+        below = [index for index in arrivals if index < layer]
+        return self._seconds(start, arrivals[max(below)] if below else end)
+
+    def _now(self) -> Stamp:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Stamp, end: Stamp) -> float:
+        if isinstance(begin, float) and isinstance(end, float):
+            return end - begin
+        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3

@@ -1,0 +1,284 @@
+"""Step methods run on the last stage only; what they return, log and count is repeated on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dynmo.module import check_call
+from lightning_dynmo.ownership import LayerChain
+from lightning_dynmo.pipeline.microbatches import Inputs, merge_outputs, weighted_mean
+
+
+@dataclass(slots=True)
+class LoggedValue:
+    """What the microbatches logged under one name.
+
+    Attributes:
+        name: First argument of ``self.log``.
+        values: One float per microbatch that logged it; empty for a metric.
+        metric: Attribute of the module that holds the torchmetrics object that was logged, if one was.
+        step_values: The metric's values for the microbatches alone, where it has computed them.
+        batch_sizes: ``batch_size`` arguments, where given.
+        options: The other arguments of ``self.log``.
+    """
+
+    name: str
+    options: dict[str, Any]
+    values: list[float] = field(default_factory=list)
+    metric: str | None = None
+    step_values: list[float] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the last stage tells the other ranks about a batch.
+
+    Attributes:
+        output: Merged results of the step method, on the CPU; the loss of a training step is the batch's.
+        weight: Sum of the weights that training steps returned; None where they returned none.
+        logged: Logged values, in the order in which they were first logged.
+        metrics: New state of the torchmetrics objects that were updated, by attribute.
+    """
+
+    output: Any
+    weight: float | None
+    logged: tuple[LoggedValue, ...]
+    metrics: dict[str, dict[str, Any]]
+
+
+class StepMethod:
+    """Runs a step method of the user's module on the output of the chain, microbatch by microbatch.
+
+    Inside it, ``self(...)`` returns the output that the pipeline has computed, and ``self.log`` takes notes.
+
+    Args:
+        module: The user's module.
+        name: ``"training_step"`` and the like.
+        chain: The layers.
+        microbatches: What the step method gets, one by one.
+        arguments: Its other arguments, such as ``batch_idx``.
+        inputs: What went into the pipeline.
+        num_losses: Microbatches per optimizer step, by which each loss is divided before its backward.
+        check_inputs: Whether arguments of ``self(...)`` are compared with `inputs`.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        name: str,
+        chain: LayerChain,
+        microbatches: Sequence[Any],
+        arguments: tuple[Any, ...],
+        inputs: Sequence[Inputs],
+        *,
+        num_losses: int = 1,
+        check_inputs: bool = False,
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._chain = chain
+        self._microbatches = microbatches
+        self._arguments = arguments
+        self._inputs = inputs
+        self._num_losses = num_losses
+        self._check_inputs = check_inputs
+        self._outputs: list[Any] = []
+        self._weights: list[float] = []
+        self._logged: dict[str, LoggedValue] = {}
+        self._metrics = _metrics_of(module, chain)
+        self._before = {name: _snapshot(metric) for name, metric in self._metrics.items()}
+
+    def __call__(self, index: int, output: Any) -> Any:
+        """Runs the step method on microbatch `index`; returns the loss to run backward from, in training."""
+        called = False
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal called
+            called = True
+            if self._check_inputs:
+                check_call(self._chain, self._name, self._inputs[index], args, kwargs)
+            return output
+
+        attributes = vars(self._module)
+        own = {key: attributes[key] for key in ("forward", "log") if key in attributes}
+        attributes.update(forward=forward, log=self._log)
+        try:
+            result = getattr(self._module, self._name)(self._microbatches[index], *self._arguments)
+        finally:
+            del attributes["forward"], attributes["log"]
+            attributes.update(own)
+        if not called:
+            raise ValueError(
+                f"{self._name} did not call self(...), so it does not use what the pipeline has computed. Call "
+                "self(...) in it instead of single layers."
+            )
+        if self._name == "training_step":
+            return self._scaled_loss(result)
+        self._outputs.append(_detached(result))
+        return output
+
+    def result(self) -> StepResult:
+        """Returns what all microbatches made, once all have run."""
+        weights = self._weights or None
+        return StepResult(
+            output=merge_outputs(self._outputs, weights),
+            weight=sum(weights) if weights else None,
+            logged=tuple(self._logged.values()),
+            metrics={
+                name: _changes(metric, self._before[name])
+                for name, metric in self._metrics.items()
+                if metric.update_count != self._before[name]["_update_count"]
+            },
+        )
+
+    def _scaled_loss(self, result: Any) -> Tensor:
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"training_step must return the loss, or a dict with 'loss' (and optionally 'weight'), got "
+                f"{type(result).__name__ if loss is None else type(loss).__name__}. A step cannot be skipped in a "
+                "pipeline, since the other stages have run it already."
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "The loss that training_step returned has no gradient. Compute it from the output of self(...), without "
+                "detach() or torch.no_grad()."
+            )
+        weight = result.get("weight") if isinstance(result, Mapping) else None
+        if (weight is not None) != (len(self._weights) == len(self._outputs)) and self._outputs:
+            raise ValueError("training_step returned a 'weight' for some microbatches only; return it for all or none.")
+        self._outputs.append(_detached(result))
+        if weight is None:
+            return loss / self._num_losses
+        self._weights.append(float(weight))
+        return loss * (self._weights[-1] / self._num_losses)
+
+    def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+        options = {**dict(zip(names, args, strict=False)), **options}
+        options.pop("metric_attribute", None)
+        entry = self._logged.setdefault(name, LoggedValue(name, options))
+        if batch_size is not None:
+            entry.batch_sizes.append(batch_size)
+        if isinstance(value, Metric):
+            entry.metric = _attribute_of(self._module, value, name)
+            if isinstance(value._forward_cache, Tensor) and value._forward_cache.numel() == 1:
+                entry.step_values.append(value._forward_cache.item())
+        elif isinstance(value, Tensor | float | int):
+            entry.values.append(float(value))
+        else:
+            raise TypeError(
+                f"self.log({name!r}, ...) got a {type(value).__name__}; inside the step methods of a pipeline, log a "
+                "number, a tensor with one element or a torchmetrics Metric."
+            )
+
+
+def replay(module: LightningModule, chain: LayerChain, result: StepResult, batch_size: int | None) -> Any:
+    """Repeats on this rank what a step did on the last stage, and returns the step's merged result.
+
+    Args:
+        module: The user's module, inside the Lightning hook whose step ran.
+        chain: The layers.
+        result: What the last stage told.
+        batch_size: Samples in the batch, the weight of its logged values where the user gave none.
+    """
+    metrics = _metrics_of(module, chain)
+    for name, state in result.metrics.items():
+        _apply(metrics[name], state)
+    for entry in result.logged:
+        size = sum(entry.batch_sizes) or batch_size
+        if entry.metric is not None:
+            metric = module.get_submodule(entry.metric)
+            assert isinstance(metric, Metric)
+            if entry.step_values:
+                metric._forward_cache = _mean(entry.step_values, None).to(module.device)
+            module.log(entry.name, metric, batch_size=size, **entry.options)
+            continue
+        weights = entry.batch_sizes if len(entry.batch_sizes) == len(entry.values) else None
+        value = _reduced(entry.values, weights, entry.options.get("reduce_fx", "mean"))
+        module.log(entry.name, value.to(module.device), batch_size=size, **entry.options)
+    return result.output
+
+
+def prepare_metrics(module: LightningModule, chain: LayerChain, device: torch.device) -> None:
+    """Moves the module's own torchmetrics objects to the device and keeps them from adding up equal copies of ranks."""
+    for metric in _metrics_of(module, chain).values():
+        metric.to(device)
+        metric.sync_on_compute = False
+
+
+def _reduced(values: Sequence[float], weights: Sequence[float] | None, reduce_fx: Any) -> Tensor:
+    """Reduces the microbatches' values as ``self.log(reduce_fx=...)`` reduces those of steps."""
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    stacked = torch.tensor(values, dtype=torch.float64)
+    if name in ("max", "min", "sum"):
+        return getattr(torch, name)(stacked).float()
+    return _mean(values, weights)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float] | None) -> Tensor:
+    return weighted_mean([torch.tensor(value, dtype=torch.float64) for value in values], weights).float()
+
+
+def _metrics_of(module: LightningModule, chain: LayerChain) -> dict[str, Metric]:
+    inside = {id(part) for layer in chain.layers for part in layer.modules()}
+    return {name: part for name, part in module.named_modules() if isinstance(part, Metric) and id(part) not in inside}
+
+
+def _attribute_of(module: LightningModule, metric: Metric, name: str) -> str:
+    for attribute, part in module.named_modules():
+        if part is metric:
+            return attribute
+    raise ValueError(
+        f"The metric logged as {name!r} is not an attribute of {type(module).__name__}, so the other ranks cannot find "
+        "it. Create it in __init__ as self.<name> = ..."
+    )
+
+
+def _snapshot(metric: Metric) -> dict[str, Any]:
+    """Returns what tells later which parts of a metric's state are new."""
+    state = {key: len(value) for key, value in metric.metric_state.items() if isinstance(value, list)}
+    return {"_update_count": metric.update_count, **state}
+
+
+def _changes(metric: Metric, before: dict[str, Any]) -> dict[str, Any]:
+    """Returns a metric's state; of states that are lists, only what was appended, with the length before."""
+    changes: dict[str, Any] = {"_update_count": metric._update_count}
+    for key, value in metric.metric_state.items():
+        if isinstance(value, list):
+            start = before[key] if len(value) >= before[key] else 0
+            changes[key] = (start, [entry.detach().cpu() for entry in value[start:]])
+        else:
+            changes[key] = value.detach().cpu()
+    return changes
+
+
+def _apply(metric: Metric, changes: dict[str, Any]) -> None:
+    """Gives a metric the state that it has on the last stage."""
+    for key, value in changes.items():
+        if isinstance(value, tuple):
+            start, entries = value
+            value = [*getattr(metric, key)[:start], *(entry.to(metric.device) for entry in entries)]
+        elif isinstance(value, Tensor):
+            value = value.to(metric.device)
+        setattr(metric, key, value)
+    metric._computed = None
+
+
+def _detached(result: Any) -> Any:
+    """Returns a step's result without graph, on the CPU, so that it can be told to other ranks."""
+    if isinstance(result, Tensor):
+        return result.detach().cpu()
+    if isinstance(result, Mapping):
+        return {key: _detached(value) for key, value in result.items()}
+    if isinstance(result, tuple | list):
+        return type(result)(_detached(value) for value in result)
+    return result

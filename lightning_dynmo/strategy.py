@@ -1,0 +1,485 @@
+"""DynMoStrategy: wires the pipeline into Lightning's hooks. No algorithm lives here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dynmo._lightning import ScriptLauncher, init_dist_connection
+from lightning_dynmo.module import pipeline_inputs, pipeline_layers
+from lightning_dynmo.ownership import LayerChain
+from lightning_dynmo.pipeline import (
+    PipelineError,
+    PipelineGroups,
+    PipelineRuntime,
+    batch_size_of,
+    check_num_microbatches,
+    check_schedule,
+    choose_num_microbatches,
+    clip_grad_norm,
+    create_groups,
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    set_aside,
+    split_batch,
+)
+from lightning_dynmo.planning import (
+    Assignment,
+    Balancer,
+    LayerLoad,
+    LoadMetric,
+    imbalance,
+    initial_assignment,
+    load_values,
+)
+from lightning_dynmo.refusals import refuse_unsupported
+from lightning_dynmo.replay import StepMethod, StepResult, prepare_metrics, replay
+from lightning_dynmo.reporting import final_table
+from lightning_dynmo.sameness import check_same_batch, share_random_state
+
+T = TypeVar("T")
+
+CHECKPOINT_KEY = "lightning_dynmo"
+
+
+class DynMoStrategy(ParallelStrategy):
+    """Trains a LightningModule as a pipeline over all devices, with the numbers of one device.
+
+    The module needs one method, ``configure_pipeline()``, which returns the chain of layers that its forward runs.
+    Its step methods stay as they are: each is called once per microbatch on the last stage, where ``self(...)``
+    returns that microbatch's output. What they log is repeated on every rank.
+
+    Args:
+        num_microbatches: Equal parts into which each batch is cut. ``"auto"`` takes the largest divisor of the batch
+            size up to 4 per stage, and keeps it.
+        schedule: Order of forwards and backwards: ``"1f1b"`` or ``"gpipe"``.
+        balance: First split: layers per stage, such as ``[3, 4, 3]``, or ``"uniform"`` for equal numbers of layers, or
+            ``"parameters"`` for stages as equal in parameters as can be.
+        balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
+        load: What is to be equal between stages: ``"time"`` as measured, or ``"parameters"``.
+        timeout: Longest wait for another rank.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Reads and writes checkpoint files.
+        precision_plugin: Set by the Trainer.
+
+    Raises:
+        ValueError: If an argument has a value that cannot work.
+    """
+
+    strategy_name = "dynmo"
+
+    def __init__(
+        self,
+        num_microbatches: int | Literal["auto"] = "auto",
+        schedule: str = "1f1b",
+        balance: list[int] | str = "uniform",
+        balancer: Balancer | None = None,
+        load: LoadMetric = "time",
+        timeout: timedelta = timedelta(minutes=30),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        if num_microbatches != "auto" and num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be 'auto' or at least 1, got {num_microbatches}.")
+        load_values([LayerLoad(0.0, 0.0, 0, 0)], load)
+        self.schedule = check_schedule(schedule)
+        self.num_microbatches = num_microbatches
+        self.balance = balance
+        self.balancer = balancer
+        self.load = load
+        self.timeout = timeout
+        self.num_nodes = 1
+        self._groups: PipelineGroups | None = None
+        self._runtime: PipelineRuntime | None = None
+        self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
+        self._saved: Mapping[str, Any] = {}
+        self._fresh_gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._window_weight = 0.0
+        self._first_of_loop = True
+        self._running_step = False
+        self._train_begin = 0.0
+
+    @property
+    def runtime(self) -> PipelineRuntime:
+        """The pipeline of this rank; callbacks profile and rebalance through it."""
+        if self._runtime is None:
+            raise RuntimeError("The pipeline exists only while the Trainer runs; use it in hooks after setup.")
+        return self._runtime
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samples are divided between ranks. Not within a pipeline: all its ranks read the same batches."""
+        return False
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    # Start and end
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._groups is None:
+            self._groups = create_groups(self.world_size, 1, self.root_device, self._connect)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None and self._groups is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        refuse_unsupported(trainer, module, self.precision_plugin)
+        layers = pipeline_layers(module)
+        self.model = self.precision_plugin.convert_module(module)
+        chain = LayerChain(module, layers)
+        seed = share_random_state(self._groups)
+        self._runtime = PipelineRuntime(
+            chain,
+            self._groups,
+            self._first_assignment(chain),
+            schedule=self.schedule,
+            balancer=self.balancer,
+            load=self.load,
+            seed=seed,
+            precision_context=self.precision_plugin.forward_context,
+        )
+        with self._groups.failures.guard("distribution of the layers"):
+            self._runtime.distribute()
+        prepare_metrics(module, chain, self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._runtime.optimizers = self.optimizers
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    @override
+    def model_to_device(self) -> None:
+        """Does nothing: `setup` moves each rank's own layers, since the whole model may not fit on its device."""
+
+    @override
+    def on_train_start(self) -> None:
+        self._begin_loop()
+        self._train_begin = time.perf_counter()
+        self.runtime.overhead_s = 0.0
+
+    @override
+    def on_train_end(self) -> None:
+        if self.runtime.profile is not None and self._microbatches is not None:
+            train_s = time.perf_counter() - self._train_begin
+            self._print("\n" + final_table(self.runtime, self._microbatches, train_s))
+
+    @override
+    def teardown(self) -> None:
+        if self._runtime is not None and self._groups is not None:
+            with self._groups.failures.guard("end of the run"):
+                self._runtime.make_whole()
+            self._runtime = None
+        self._fresh_gradients = []
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._groups is None:
+            return
+        if not isinstance(exception, PipelineError):
+            self._groups.failures.publish(f"rank {self.global_rank}: {type(exception).__name__}: {exception}")
+        self._groups.abort()
+        self._groups.failures.settle()
+        self._groups = self._runtime = None
+
+    # Steps
+
+    @override
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        trainer, runtime = self._trainer, self.runtime
+        num_microbatches = self._training_microbatches(batch)
+        loop = trainer.fit_loop.epoch_loop
+        starts_window = loop.batch_idx % trainer.accumulate_grad_batches == 0
+        parameters = [parameter for layer in runtime.chain.owned for parameter in runtime.chain.parameters(layer)]
+        if starts_window:
+            set_aside(parameters)
+            self._window_weight = 0.0
+        if (loop.total_batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0 or loop.total_batch_idx == 1:
+            runtime.request_profile()
+        measured = runtime.profile
+        num_losses = num_microbatches * trainer.accumulate_grad_batches
+        output, weight = self._run("training_step", batch, args, num_microbatches, loop.total_batch_idx, num_losses)
+        if weight is not None:
+            self._window_weight += weight / num_losses
+        if starts_window:
+            self._fresh_gradients = set_aside(parameters)
+        if runtime.profile is not measured:
+            self._log_profile()
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Puts the gradients of the schedule, which has run already, in place, between the hooks of a backward."""
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        for parameter, gradient in self._fresh_gradients:
+            parameter.grad = gradient
+        self._fresh_gradients = []
+        if self._window_weight and not self._trainer.fit_loop._should_accumulate():
+            for layer in self.runtime.chain.owned:
+                for parameter in self.runtime.chain.parameters(layer):
+                    if parameter.grad is not None:
+                        parameter.grad.div_(self._window_weight)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        return self._evaluate("validation_step", batch, args)
+
+    @override
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        return self._evaluate("test_step", batch, args)
+
+    @override
+    def predict_step(self, batch: Any, *args: Any) -> Any:
+        output = self._evaluate("predict_step", batch, args)
+        return output if self.is_global_zero else None
+
+    @override
+    def on_validation_start(self) -> None:
+        self._begin_loop()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_loop()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_loop()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seeds workers alike on all ranks of the pipeline, so that random augmentation gives them the same samples."""
+        init = getattr(dataloader, "worker_init_fn", None)
+        if isinstance(init, partial) and init.func is pl_worker_init_function:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
+        return dataloader
+
+    # Communication that Lightning asks for
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._groups is not None:
+            with self._together(f"barrier {name or ''}".strip()) as groups:
+                dist.barrier(group=groups.world)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._groups is None:
+            return obj
+        values = [obj]
+        with self._together("broadcast") as groups:
+            dist.broadcast_object_list(values, src=src, group=groups.world)
+        return values[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns the value as it is: every rank of a pipeline has the same."""
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensor as it is, as on one device: every rank of a pipeline has the same."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._groups is None:
+            return decision
+        vote = torch.tensor([int(decision)])
+        with self._together("decision") as groups:
+            dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=groups.world)
+        return bool(vote.item())
+
+    # Checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns on rank 0 the state of the whole model; elsewhere an empty one."""
+        with self._together("gathering of the model's state") as groups:
+            return gather_state_dict(self.runtime.chain, self.runtime.owners, groups)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns on rank 0 the state of the optimizer for the whole model; elsewhere an empty one."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        with self._together("gathering of the optimizer's state") as groups:
+            return gather_optimizer_state(self.runtime.chain, self.runtime.owners, groups, optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        checkpoint[CHECKPOINT_KEY] = {
+            "balance": list(self.runtime.assignment.balance),
+            "num_microbatches": self._microbatches,
+        }
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved = checkpoint.get(CHECKPOINT_KEY, {})
+        if self.num_microbatches == "auto":
+            self._microbatches = self._saved.get("num_microbatches")
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer_state(self.runtime.chain, optimizer, state)
+
+    # Inside
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _connect(self) -> None:
+        assert self.cluster_environment is not None
+        backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+        init_dist_connection(self.cluster_environment, backend, timeout=self.timeout)
+
+    def _first_assignment(self, chain: LayerChain) -> Assignment:
+        """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""
+        saved = self._saved.get("balance")
+        if isinstance(self.balance, str) and saved is not None:
+            if len(saved) == self.world_size and sum(saved) == len(chain):
+                return Assignment(tuple(saved))
+        return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], self.world_size)
+
+    def _training_microbatches(self, batch: Any) -> int:
+        if self._microbatches is None:
+            batch_size = batch_size_of(batch)
+            self._microbatches = choose_num_microbatches(batch_size, self.world_size)
+            self._print(f"[dynmo] {self._microbatches} microbatches of {batch_size // self._microbatches} samples")
+        check_num_microbatches(self.schedule, self._microbatches, self.world_size)
+        return self._microbatches
+
+    def _evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        most = self._microbatches or 4 * self.world_size
+        batch_size = batch_size_of(batch)
+        num_microbatches = next(count for count in range(min(most, batch_size), 0, -1) if batch_size % count == 0)
+        output, _ = self._run(name, batch, args, num_microbatches, step=args[0] if args else 0)
+        return output
+
+    def _run(
+        self, name: str, batch: Any, args: tuple[Any, ...], num_microbatches: int, step: int, num_losses: int = 1
+    ) -> tuple[Any, float | None]:
+        """Runs a step method as a pipeline; returns its merged result and the sum of its weights."""
+        runtime, module = self.runtime, self.lightning_module
+        assert module is not None
+        microbatches = split_batch(batch, num_microbatches)
+        inputs = [pipeline_inputs(module, runtime.chain, microbatch) for microbatch in microbatches]
+        check, self._first_of_loop = self._first_of_loop, False
+        with self._together(f"{name} of batch {step}") as groups:
+            if check:
+                check_same_batch(batch, groups)
+            method = StepMethod(
+                module,
+                name,
+                runtime.chain,
+                microbatches,
+                args,
+                inputs,
+                num_losses=num_losses,
+                check_inputs=check,
+            )
+            self._running_step = True
+            try:
+                if name == "training_step":
+                    runtime.train(inputs, method, step)
+                else:
+                    runtime.evaluate(inputs, method, step)
+            finally:
+                self._running_step = False
+            last = groups.pp_size - 1
+            result: StepResult = groups.share_from(last, method.result() if groups.is_last else None)
+        batch_size = batch_size_of(batch) if num_microbatches > 1 else None
+        return replay(module, runtime.chain, result, batch_size), result.weight
+
+    def _together(self, doing: str) -> AbstractContextManager[PipelineGroups]:
+        """Guards what all ranks do together; refuses it inside step methods, which run on the last stage alone."""
+        assert self._groups is not None
+        if self._running_step:
+            raise RuntimeError(
+                f"A step method called for a {doing} between ranks, but step methods run on the last stage only. Call "
+                "it from a hook such as on_train_batch_end instead."
+            )
+        return self._groups.guard(doing)
+
+    def _begin_loop(self) -> None:
+        self._first_of_loop = True
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        with self._together("clipping of gradients") as groups:
+            clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val, groups)
+
+    def _log_profile(self) -> None:
+        runtime, module = self.runtime, self.lightning_module
+        assert module is not None and runtime.profile is not None
+        stage_loads = runtime.assignment.stage_loads(load_values(runtime.profile.loads, runtime.load))
+        module.log("dynmo/imbalance", imbalance(stage_loads), prog_bar=True)
+        module.log("dynmo/bubble_ratio", runtime.profile.bubble_ratio, prog_bar=True)
+        module.log("dynmo/step_time_s", runtime.profile.step_s)
+        for stage, stage_load in enumerate(stage_loads):
+            module.log(f"dynmo/load/stage_{stage}", stage_load)
+
+    def _print(self, text: str) -> None:
+        if self.lightning_module is not None:
+            self.lightning_module.print(text)
+
+
+StrategyRegistry.register(
+    DynMoStrategy.strategy_name, DynMoStrategy, description="Dynamic pipeline parallelism that stays balanced"
+)
