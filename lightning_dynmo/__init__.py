@@ -1,9 +1,33 @@
 """Pipeline parallelism for PyTorch Lightning that stays balanced while the model changes."""
 
+from lightning_dynmo.callbacks import (
+    DynamismCallback,
+    FreezingRule,
+    LayerFreezingCallback,
+    PipeTransformerRule,
+    RebalanceCallback,
+)
+from lightning_dynmo.data import TextDataModule
+from lightning_dynmo.models import GPT
 from lightning_dynmo.module import PipelineModule
+from lightning_dynmo.pipeline import PipelineError
 from lightning_dynmo.planning import Assignment, Balancer, PartitionBalancer
 from lightning_dynmo.strategy import DynMoStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["Assignment", "Balancer", "DynMoStrategy", "PartitionBalancer", "PipelineModule"]
+__all__ = [
+    "GPT",
+    "Assignment",
+    "Balancer",
+    "DynMoStrategy",
+    "DynamismCallback",
+    "FreezingRule",
+    "LayerFreezingCallback",
+    "PartitionBalancer",
+    "PipeTransformerRule",
+    "PipelineError",
+    "PipelineModule",
+    "RebalanceCallback",
+    "TextDataModule",
+]

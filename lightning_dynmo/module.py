@@ -123,10 +123,8 @@ def check_call(chain: LayerChain, name: str, expected: Inputs, args: tuple[Any, 
     )
     for key in given.keys() | used.keys():
         if key not in used or key not in given:
-            where = (
-                "to self(...) but not by pipeline_inputs" if key in given else "by pipeline_inputs but not to self(...)"
-            )
-            raise ValueError(f"In {name}, the argument {key!r} is passed {where}. {cure}")
+            by = ("self(...)", "pipeline_inputs") if key in given else ("pipeline_inputs", "self(...)")
+            raise ValueError(f"In {name}, {by[0]} has an argument {key!r} that {by[1]} has not. {cure}")
         if not _same(given[key], used[key]):
             raise ValueError(
                 f"In {name}, the argument {key!r} of self(...) is {_describe(given[key])} and differs from what went "

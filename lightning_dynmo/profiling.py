@@ -114,6 +114,7 @@ class LayerTimer:
     def _seconds(self, begin: Stamp, end: Stamp) -> float:
         if isinstance(begin, float) and isinstance(end, float):
             return end - begin
-        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        assert isinstance(begin, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3

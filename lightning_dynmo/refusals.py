@@ -32,7 +32,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Pre
         raise ValueError(f"{name}.training_step takes dataloader_iter; take batch instead, which a pipeline cuts up.")
     if getattr(precision, "scaler", None) is not None:
         raise ValueError("precision='16-mixed' scales losses, which is not supported; use precision='bf16-mixed'.")
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} copies the whole model on every rank, which a pipeline does not hold. "

@@ -108,7 +108,7 @@ class StepMethod:
             return output
 
         attributes = vars(self._module)
-        own = {key: attributes[key] for key in ("forward", "log") if key in attributes}
+        own: dict[str, Any] = {key: attributes[key] for key in ("forward", "log") if key in attributes}
         attributes.update(forward=forward, log=self._log)
         try:
             result = getattr(self._module, self._name)(self._microbatches[index], *self._arguments)
@@ -149,8 +149,8 @@ class StepMethod:
             )
         if not loss.requires_grad:
             raise ValueError(
-                "The loss that training_step returned has no gradient. Compute it from the output of self(...), without "
-                "detach() or torch.no_grad()."
+                "The loss that training_step returned has no gradient. Compute it from the output of self(...) "
+                "without detach() or torch.no_grad()."
             )
         weight = result.get("weight") if isinstance(result, Mapping) else None
         if (weight is not None) != (len(self._weights) == len(self._outputs)) and self._outputs:
@@ -170,10 +170,11 @@ class StepMethod:
             entry.batch_sizes.append(batch_size)
         if isinstance(value, Metric):
             entry.metric = _attribute_of(self._module, value, name)
-            if isinstance(value._forward_cache, Tensor) and value._forward_cache.numel() == 1:
-                entry.step_values.append(value._forward_cache.item())
+            cache: Any = value._forward_cache
+            if isinstance(cache, Tensor) and cache.numel() == 1:
+                entry.step_values.append(cache.item())
         elif isinstance(value, Tensor | float | int):
-            entry.values.append(float(value))
+            entry.values.append(float(value.detach() if isinstance(value, Tensor) else value))
         else:
             raise TypeError(
                 f"self.log({name!r}, ...) got a {type(value).__name__}; inside the step methods of a pipeline, log a "
@@ -199,7 +200,7 @@ def replay(module: LightningModule, chain: LayerChain, result: StepResult, batch
             metric = module.get_submodule(entry.metric)
             assert isinstance(metric, Metric)
             if entry.step_values:
-                metric._forward_cache = _mean(entry.step_values, None).to(module.device)
+                vars(metric)["_forward_cache"] = _mean(entry.step_values, None).to(module.device)
             module.log(entry.name, metric, batch_size=size, **entry.options)
             continue
         weights = entry.batch_sizes if len(entry.batch_sizes) == len(entry.values) else None
@@ -220,7 +221,8 @@ def _reduced(values: Sequence[float], weights: Sequence[float] | None, reduce_fx
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     stacked = torch.tensor(values, dtype=torch.float64)
     if name in ("max", "min", "sum"):
-        return getattr(torch, name)(stacked).float()
+        reduced: Tensor = getattr(torch, name)(stacked)
+        return reduced.float()
     return _mean(values, weights)
 
 
@@ -236,7 +238,7 @@ def _metrics_of(module: LightningModule, chain: LayerChain) -> dict[str, Metric]
 def _attribute_of(module: LightningModule, metric: Metric, name: str) -> str:
     for attribute, part in module.named_modules():
         if part is metric:
-            return attribute
+            return str(attribute)
     raise ValueError(
         f"The metric logged as {name!r} is not an attribute of {type(module).__name__}, so the other ranks cannot find "
         "it. Create it in __init__ as self.<name> = ..."

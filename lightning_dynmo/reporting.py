@@ -31,13 +31,12 @@ def rebalance_line(step: int, result: Rebalance, load: LoadMetric) -> str:
     )
 
 
-def final_table(runtime: PipelineRuntime, num_microbatches: int, train_s: float) -> str:
+def final_table(runtime: PipelineRuntime, num_microbatches: int) -> str:
     """Returns a table of stage loads under the first and the last assignment, for the costs measured last.
 
     Args:
         runtime: After training.
         num_microbatches: Microbatches per batch.
-        train_s: Seconds of the whole training.
     """
     profile = runtime.profile
     assert profile is not None
@@ -68,7 +67,7 @@ def final_table(runtime: PipelineRuntime, num_microbatches: int, train_s: float)
     console.print(table)
     console.print(
         f"Bubble measured last: {profile.bubble_ratio:.1%}. Profiling, planning and moving took "
-        f"{runtime.overhead_s:.2f} s, {runtime.overhead_s / train_s:.2%} of the training time.",
+        f"{runtime.overhead_s:.2f} s, {runtime.overhead_share:.2%} of the training time.",
         highlight=False,
     )
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())

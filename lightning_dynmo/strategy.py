@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -122,7 +121,6 @@ class DynMoStrategy(ParallelStrategy):
         self._window_weight = 0.0
         self._first_of_loop = True
         self._running_step = False
-        self._train_begin = 0.0
 
     @property
     def runtime(self) -> PipelineRuntime:
@@ -168,7 +166,9 @@ class DynMoStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None and self._groups is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        assert self._groups is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         refuse_unsupported(trainer, module, self.precision_plugin)
@@ -202,14 +202,12 @@ class DynMoStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self._begin_loop()
-        self._train_begin = time.perf_counter()
-        self.runtime.overhead_s = 0.0
+        self.runtime.restart_clock()
 
     @override
     def on_train_end(self) -> None:
         if self.runtime.profile is not None and self._microbatches is not None:
-            train_s = time.perf_counter() - self._train_begin
-            self._print("\n" + final_table(self.runtime, self._microbatches, train_s))
+            self._print("\n" + final_table(self.runtime, self._microbatches))
 
     @override
     def teardown(self) -> None:
@@ -242,7 +240,8 @@ class DynMoStrategy(ParallelStrategy):
         if starts_window:
             set_aside(parameters)
             self._window_weight = 0.0
-        if (loop.total_batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0 or loop.total_batch_idx == 1:
+        log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (loop.total_batch_idx + 1) % max(1, log_every_n_steps) == 0 or loop.total_batch_idx == 1:
             runtime.request_profile()
         measured = runtime.profile
         num_losses = num_microbatches * trainer.accumulate_grad_batches
@@ -394,8 +393,9 @@ class DynMoStrategy(ParallelStrategy):
         """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""
         saved = self._saved.get("balance")
         if isinstance(self.balance, str) and saved is not None:
-            if len(saved) == self.world_size and sum(saved) == len(chain):
-                return Assignment(tuple(saved))
+            assignment = Assignment(tuple(saved))
+            if (assignment.num_stages, assignment.num_layers) == (self.world_size, len(chain)):
+                return assignment
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], self.world_size)
 
     def _training_microbatches(self, batch: Any) -> int:
@@ -467,7 +467,8 @@ class DynMoStrategy(ParallelStrategy):
 
     def _log_profile(self) -> None:
         runtime, module = self.runtime, self.lightning_module
-        assert module is not None and runtime.profile is not None
+        assert module is not None
+        assert runtime.profile is not None
         stage_loads = runtime.assignment.stage_loads(load_values(runtime.profile.loads, runtime.load))
         module.log("dynmo/imbalance", imbalance(stage_loads), prog_bar=True)
         module.log("dynmo/bubble_ratio", runtime.profile.bubble_ratio, prog_bar=True)

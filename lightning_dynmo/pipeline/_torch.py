@@ -6,12 +6,20 @@ missing, rather than in the middle of a training run.
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["FakeTensorMode", "PipelineStage", "abort_process_groups", "default_store"]
+__all__ = [
+    "FakeTensorMode",
+    "PipelineStage",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "abort_process_groups",
+    "default_store",
+]
 
 _STAGE_METHODS = (
     "_prepare_forward_infra",
@@ -29,7 +37,7 @@ for _name in _STAGE_METHODS:
         )
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """Returns the key-value store through which the default process group was set up."""
     return _get_default_store()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch.distributed as dist
+from lightning_dynmo.pipeline._torch import Store
 
 _LOST_CONNECTION = ("connection", "socket", "gloo", "nccl", "broken pipe", "timed out")
 
@@ -30,7 +30,7 @@ class FailureBoard:
         world_size: Number of processes.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -66,7 +66,7 @@ class FailureBoard:
     def publish(self, text: str) -> str:
         """Publishes why this rank failed and returns the text that counts: the first one published by any rank."""
         try:
-            return self._store.compare_set("failure", "", text).decode() or text
+            return str(self._store.compare_set("failure", "", text).decode()) or text
         except Exception:  # the store's host is gone: this rank's own text is all there is
             return text
 
@@ -74,7 +74,7 @@ class FailureBoard:
         """Waits for a published failure and returns its text, or None where none came within `timeout_s` seconds."""
         try:
             self._store.wait(["failure"], timedelta(seconds=timeout_s))
-            return self._store.get("failure").decode()
+            return str(self._store.get("failure").decode())
         except Exception:
             return None
 

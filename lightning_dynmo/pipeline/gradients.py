@@ -41,6 +41,6 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, groups: 
             norms[1, position] = 1
     dist.all_reduce(norms, group=groups.pipeline)
     present = norms[0, norms[1] > 0]
-    total = torch.linalg.vector_norm(present.to(torch.float64 if torch.float64 in dtypes else torch.float32))
+    total: Tensor = torch.linalg.vector_norm(present.to(torch.float64 if torch.float64 in dtypes else torch.float32))
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dynmo.pipeline._torch import abort_process_groups, default_store
+from lightning_dynmo.pipeline._torch import PrefixStore, TCPStore, abort_process_groups, default_store
 from lightning_dynmo.pipeline.failures import FailureBoard
 
 MESH_AXES = ("pipeline_parallel", "data_parallel")
@@ -154,7 +154,7 @@ def create_groups(
     control = _new_group_with(rank, columns, backend="gloo")
     world = control if data_parallel_size == 1 else _new_group_with(rank, [list(range(world_size))], backend="gloo")
     mesh = DeviceMesh.from_group([pipeline, replicas], device.type, mesh=layout, mesh_dim_names=MESH_AXES)
-    store = dist.PrefixStore("lightning_dynmo", default_store())
+    store = PrefixStore("lightning_dynmo", default_store())
     return PipelineGroups(
         mesh=mesh,
         pipeline=pipeline,
@@ -169,7 +169,7 @@ def create_groups(
 
 def _new_group_with(rank: int, members: list[list[int]], backend: str | None) -> dist.ProcessGroup:
     """Makes one group for each list of ranks, as torch demands of every rank, and returns the one that holds `rank`."""
-    groups = [dist.new_group(ranks, backend=backend) for ranks in members]
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend) for ranks in members]
     return next(group for group, ranks in zip(groups, members, strict=True) if rank in ranks)
 
 
@@ -196,10 +196,8 @@ def _store_sockets() -> set[int]:
         try:
             with socket.socket(fileno=os.dup(fd)) as connection:
                 ends = [connection.getsockname()]
-                try:
+                with suppress(OSError):  # a listening socket has no peer
                     ends.append(connection.getpeername())
-                except OSError:  # a listening socket
-                    pass
                 if any(isinstance(end, tuple) and end[1] == port for end in ends):
                     found.add(fd)
         except OSError:
@@ -209,6 +207,6 @@ def _store_sockets() -> set[int]:
 
 def _store_port() -> int | None:
     store = default_store()
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.port if isinstance(store, dist.TCPStore) else None
+    return store.port if isinstance(store, TCPStore) else None

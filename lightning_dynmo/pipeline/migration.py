@@ -256,14 +256,12 @@ def make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups)
     for part in groups.gather({index: pack(chain, index, ()).manifest for index in chain.owned}):
         manifests.update(part)
     for index, owner in enumerate(owners):
-        if owner == groups.pp_rank:
-            package = pack(chain, index, ())
-        else:
-            package = _empty_package(manifests[index], groups.device)
+        mine = owner == groups.pp_rank
+        package = pack(chain, index, ()) if mine else _empty_package(manifests[index], groups.device)
         for tensor in package.tensors:
             group = groups.control if tensor.device.type == "cpu" else groups.pipeline
             dist.broadcast(tensor.contiguous(), src=groups.peer(owner), group=group)
-        if owner != groups.pp_rank:
+        if not mine:
             unpack(chain, index, (), Package(package.manifest, tuple(tensor.cpu() for tensor in package.tensors)))
 
 

@@ -97,7 +97,8 @@ class PipelineRuntime:
         self.load = load
         self.optimizers: Sequence[Optimizer] = ()
         self.profile: Profile | None = None
-        self.overhead_s = 0.0
+        self._overhead_s = 0.0
+        self._clock_began = time.perf_counter()
         self._schedule = schedule
         self._seed = seed
         self._precision_context = precision_context
@@ -108,6 +109,20 @@ class PipelineRuntime:
     def owners(self) -> tuple[int, ...]:
         """The `pp_rank` that owns each layer."""
         return tuple(self.assignment.stage_of(layer) for layer in range(len(self.chain)))
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of profiles, plans and moves on this rank since `restart_clock`."""
+        return self._overhead_s
+
+    @property
+    def overhead_share(self) -> float:
+        """Share of the time since `restart_clock` that went into profiles, plans and moves, in ``[0, 1]``."""
+        return self._overhead_s / (time.perf_counter() - self._clock_began)
+
+    def restart_clock(self) -> None:
+        """Begins to count overhead and time anew."""
+        self._overhead_s, self._clock_began = 0.0, time.perf_counter()
 
     def distribute(self) -> None:
         """Leaves each rank the layers that it owns, with the first rank's values, and moves them to the device."""
@@ -157,7 +172,7 @@ class PipelineRuntime:
             begin = time.perf_counter()
             self.profile = gather_profile(self.chain, timer, self.groups, self.optimizers)
             self._profile_next = False
-            self.overhead_s += time.perf_counter() - begin
+            self._overhead_s += time.perf_counter() - begin
 
     def evaluate(self, inputs: Sequence[Inputs], last_step: LastStep, step: int) -> None:
         """Runs the forward of one batch; call it without gradients. Arguments as in `train`."""
@@ -198,14 +213,14 @@ class PipelineRuntime:
         if prediction.gain > min_gain:
             migration = self._migrate(proposed)
         duration_s = time.perf_counter() - begin
-        self.overhead_s += duration_s
+        self._overhead_s += duration_s
         return Rebalance(before, proposed, prediction, migration, duration_s)
 
     def move_to(self, assignment: Assignment) -> Migration:
         """Moves layers so that the pipeline has the given assignment. Call it between optimizer steps."""
         begin = time.perf_counter()
         migration = self._migrate(assignment)
-        self.overhead_s += time.perf_counter() - begin
+        self._overhead_s += time.perf_counter() - begin
         return migration
 
     def _migrate(self, assignment: Assignment) -> Migration:

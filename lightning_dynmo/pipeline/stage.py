@@ -104,14 +104,23 @@ class StageModule(nn.Module):
         assert self._last_step is not None
         last = self.indices[-1]
         busy = nullcontext() if self.timer is None else self.timer.busy()
-        with busy, self._failing(f"{self._where}, step method, microbatch {index}"):
-            with self._timed(last, index), self._random(len(self.chain), index), self._precision_context():
-                return self._last_step(index, self._results.pop(index))
+        with (
+            busy,
+            _NamedFailure(f"{self._where}, step method, microbatch {index}"),
+            self._timed(last, index),
+            self._random(len(self.chain), index),
+            self._precision_context(),
+        ):
+            return self._last_step(index, self._results.pop(index))
 
     def _run(self, index: int, layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any], mb: int) -> Any:
-        with self._failing(f"{self._where}, {self.chain.name(index)}, microbatch {mb}"):
-            with self._timed(index, mb), self._random(index, mb), self._precision_context():
-                output = call_layer(layer, values, kwargs)
+        with (
+            _NamedFailure(f"{self._where}, {self.chain.name(index)}, microbatch {mb}"),
+            self._timed(index, mb),
+            self._random(index, mb),
+            self._precision_context(),
+        ):
+            output = call_layer(layer, values, kwargs)
         if self.timer is not None and torch.is_grad_enabled():
             self.timer.watch(output if isinstance(output, tuple) else (output,), index, mb)
         return output
@@ -121,10 +130,6 @@ class StageModule(nn.Module):
 
     def _random(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
         return keyed_randomness(self._device, *self._key, layer, microbatch)
-
-    @staticmethod
-    def _failing(where: str) -> AbstractContextManager[None]:
-        return _NamedFailure(where)
 
 
 class _NamedFailure(AbstractContextManager[None]):
@@ -163,6 +168,7 @@ class Stage(PipelineStage):
             group=groups.pipeline,
         )
         self.module = module
+        self._groups = groups
 
     @override
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +178,7 @@ class Stage(PipelineStage):
         self.has_backward = has_backward
         for infos in self.args_recv_info.values() if self._received else ():
             for info, border in zip(infos, self._received, strict=True):
+                assert info.buffer is not None
                 info.buffer.requires_grad_(border.requires_grad and has_backward)
         return result
 
@@ -190,7 +197,7 @@ class Stage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
             return []
-        peer = dist.get_global_rank(self.group, self.stage_index + 1)
+        peer = self._groups.peer(self.stage_index + 1)
         return [
             dist.P2POp(dist.irecv, info.buffer, peer, self.group)
             for info, border in zip(self.grad_recv_info[bwd_chunk_id], self._sent, strict=True)
@@ -201,7 +208,7 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        peer = dist.get_global_rank(self.group, self.stage_index - 1)
+        peer = self._groups.peer(self.stage_index - 1)
         gradients = self.bwd_cache.pop(bwd_chunk_id)
         operations = []
         for gradient, border in zip(gradients, self._received, strict=False):

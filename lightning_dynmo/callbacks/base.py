@@ -1,0 +1,101 @@
+"""The base of all schemes: when the model changes, measure it and rebalance."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from typing_extensions import override
+
+from lightning_dynmo.module import pipeline_layers
+from lightning_dynmo.pipeline import PipelineRuntime
+from lightning_dynmo.reporting import rebalance_line
+
+
+class DynamismCallback(Callback):
+    """Applies a scheme that changes what layers cost, and has the pipeline rebalanced after each change.
+
+    A subclass implements `apply`. The batch after a change is measured and layers move at its end; in between optimizer
+    steps nothing moves. Without `DynMoStrategy`, on one device for instance, the scheme is applied all the same and
+    nothing is rebalanced.
+
+    Args:
+        rebalance_every_n_steps: Rebalance also at every so many optimizer steps, whether the model has changed or not.
+            By default only after changes.
+
+    Raises:
+        ValueError: If the interval is less than 1.
+    """
+
+    def __init__(self, rebalance_every_n_steps: int | None = None) -> None:
+        if rebalance_every_n_steps is not None and rebalance_every_n_steps < 1:
+            raise ValueError(f"rebalance_every_n_steps must be at least 1 or None, got {rebalance_every_n_steps}.")
+        self.rebalance_every_n_steps = rebalance_every_n_steps
+        self._changed = False
+        self._measured = False
+        self._step = 0
+
+    @abstractmethod
+    def apply(self, trainer: Trainer, pl_module: LightningModule, step: int) -> bool:
+        """Changes the model where the scheme says so; called after each optimizer step.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The module; every rank has its whole tree, with shells for layers that live elsewhere.
+            step: Optimizer steps done, the same on every rank.
+
+        Returns:
+            Whether the cost of a layer has changed.
+        """
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = trainer.global_step
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        runtime = runtime_of(trainer)
+        self._measured = runtime is not None and (self._changed or self._is_due(trainer.global_step + 1))
+        if runtime is not None and self._measured:
+            runtime.request_profile()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:
+            return  # gradients are still being accumulated
+        self._step = trainer.global_step
+        runtime = runtime_of(trainer)
+        if runtime is not None and self._measured:
+            self._changed = False
+            _rebalance(runtime, trainer, pl_module)
+        if self.apply(trainer, pl_module, self._step):
+            self._changed = True
+
+    def _is_due(self, step: int) -> bool:
+        return self.rebalance_every_n_steps is not None and step % self.rebalance_every_n_steps == 0
+
+
+def runtime_of(trainer: Trainer) -> PipelineRuntime | None:
+    """Returns the pipeline that the Trainer's strategy runs, or None where it runs none."""
+    runtime = getattr(trainer.strategy, "runtime", None)
+    return runtime if isinstance(runtime, PipelineRuntime) else None
+
+
+def layers_of(trainer: Trainer, pl_module: LightningModule) -> Sequence[nn.Module]:
+    """Returns the chain of layers, with or without a pipeline."""
+    runtime = runtime_of(trainer)
+    return pipeline_layers(pl_module) if runtime is None else runtime.chain.layers
+
+
+def _rebalance(runtime: PipelineRuntime, trainer: Trainer, pl_module: LightningModule) -> None:
+    with runtime.groups.guard(f"rebalance after step {trainer.global_step}"):
+        result = runtime.rebalance()
+    moved = 0 if result.migration is None else len(result.migration.moves)
+    pl_module.log("dynmo/moved_layers", float(moved))
+    pl_module.log("dynmo/overhead_share", runtime.overhead_share)
+    pl_module.print(rebalance_line(trainer.global_step, result, runtime.load))
