@@ -214,6 +214,7 @@ def prepare_metrics(module: LightningModule, chain: LayerChain, device: torch.de
     for metric in _metrics_of(module, chain).values():
         metric.to(device)
         metric.sync_on_compute = False
+        metric._to_sync = False  # which a metric derives from the former when it is made
 
 
 def _reduced(values: Sequence[float], weights: Sequence[float] | None, reduce_fx: Any) -> Tensor:

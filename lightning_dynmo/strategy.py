@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,8 +19,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,6 +30,7 @@ from lightning_dynmo._lightning import ScriptLauncher, init_dist_connection
 from lightning_dynmo.module import pipeline_inputs, pipeline_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
+    GradientWindow,
     PipelineError,
     PipelineGroups,
     PipelineRuntime,
@@ -37,8 +42,8 @@ from lightning_dynmo.pipeline import (
     create_groups,
     gather_optimizer_state,
     gather_state_dict,
+    largest_divisor,
     load_optimizer_state,
-    set_aside,
     split_batch,
 )
 from lightning_dynmo.planning import (
@@ -117,8 +122,7 @@ class DynMoStrategy(ParallelStrategy):
         self._runtime: PipelineRuntime | None = None
         self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
         self._saved: Mapping[str, Any] = {}
-        self._fresh_gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._window_weight = 0.0
+        self._window = GradientWindow()
         self._first_of_loop = True
         self._running_step = False
 
@@ -154,9 +158,16 @@ class DynMoStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        # Also where the processes exist already: the launcher then checks their number and shares the cores among them.
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells this process which one it is; the Trainer calls it before anything asks."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
@@ -171,6 +182,8 @@ class DynMoStrategy(ParallelStrategy):
         assert self._groups is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        # Its advice does not hold here: every rank logs the same values.
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*", module="lightning.*")
         refuse_unsupported(trainer, module, self.precision_plugin)
         layers = pipeline_layers(module)
         self.model = self.precision_plugin.convert_module(module)
@@ -186,7 +199,7 @@ class DynMoStrategy(ParallelStrategy):
             seed=seed,
             precision_context=self.precision_plugin.forward_context,
         )
-        with self._groups.failures.guard("distribution of the layers"):
+        with self._groups.guard("distribution of the layers"):
             self._runtime.distribute()
         prepare_metrics(module, chain, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -212,21 +225,17 @@ class DynMoStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self._runtime is not None and self._groups is not None:
-            with self._groups.failures.guard("end of the run"):
+            with self._groups.guard("end of the run"):
                 self._runtime.make_whole()
             self._runtime = None
-        self._fresh_gradients = []
+        self._window = GradientWindow()
         super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._groups is None:
-            return
-        if not isinstance(exception, PipelineError):
-            self._groups.failures.publish(f"rank {self.global_rank}: {type(exception).__name__}: {exception}")
-        self._groups.abort()
-        self._groups.failures.settle()
-        self._groups = self._runtime = None
+        if self._groups is not None:
+            self._groups.fail(exception)
+            self._groups = self._runtime = None
 
     # Steps
 
@@ -237,19 +246,14 @@ class DynMoStrategy(ParallelStrategy):
         loop = trainer.fit_loop.epoch_loop
         starts_window = loop.batch_idx % trainer.accumulate_grad_batches == 0
         parameters = [parameter for layer in runtime.chain.owned for parameter in runtime.chain.parameters(layer)]
-        if starts_window:
-            set_aside(parameters)
-            self._window_weight = 0.0
+        self._window.begin_batch(parameters, starts=starts_window)
         log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (loop.total_batch_idx + 1) % max(1, log_every_n_steps) == 0 or loop.total_batch_idx == 1:
             runtime.request_profile()
         measured = runtime.profile
         num_losses = num_microbatches * trainer.accumulate_grad_batches
         output, weight = self._run("training_step", batch, args, num_microbatches, loop.total_batch_idx, num_losses)
-        if weight is not None:
-            self._window_weight += weight / num_losses
-        if starts_window:
-            self._fresh_gradients = set_aside(parameters)
+        self._window.end_batch(None if weight is None else weight / num_losses)
         if runtime.profile is not measured:
             self._log_profile()
         return output
@@ -260,14 +264,7 @@ class DynMoStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        for parameter, gradient in self._fresh_gradients:
-            parameter.grad = gradient
-        self._fresh_gradients = []
-        if self._window_weight and not self._trainer.fit_loop._should_accumulate():
-            for layer in self.runtime.chain.owned:
-                for parameter in self.runtime.chain.parameters(layer):
-                    if parameter.grad is not None:
-                        parameter.grad.div_(self._window_weight)
+        self._window.place(last=not self._trainer.fit_loop._should_accumulate())
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -384,10 +381,11 @@ class DynMoStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _connect(self) -> None:
+    def _connect(self, store: Store | None) -> None:
         assert self.cluster_environment is not None
         backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-        init_dist_connection(self.cluster_environment, backend, timeout=self.timeout)
+        options = {} if store is None else {"store": store}
+        init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, **options)
 
     def _first_assignment(self, chain: LayerChain) -> Assignment:
         """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""
@@ -409,8 +407,7 @@ class DynMoStrategy(ParallelStrategy):
     def _evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
         most = self._microbatches or 4 * self.world_size
         batch_size = batch_size_of(batch)
-        num_microbatches = next(count for count in range(min(most, batch_size), 0, -1) if batch_size % count == 0)
-        output, _ = self._run(name, batch, args, num_microbatches, step=args[0] if args else 0)
+        output, _ = self._run(name, batch, args, largest_divisor(batch_size, most), step=args[0] if args else 0)
         return output
 
     def _run(
@@ -455,6 +452,13 @@ class DynMoStrategy(ParallelStrategy):
             raise RuntimeError(
                 f"A step method called for a {doing} between ranks, but step methods run on the last stage only. Call "
                 "it from a hook such as on_train_batch_end instead."
+            )
+        failed = sys.exc_info()[1]
+        if failed is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            self.on_exception(failed)
+            raise PipelineError(
+                f"{failed} (After that, a callback asked for a {doing} between ranks, such as for a checkpoint, which "
+                "is not possible once a rank has failed. Save checkpoints while training goes on.)"
             )
         return self._groups.guard(doing)
 

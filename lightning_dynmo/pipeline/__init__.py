@@ -3,12 +3,13 @@
 from lightning_dynmo.pipeline.checkpoint import gather_optimizer_state, gather_state_dict, load_optimizer_state
 from lightning_dynmo.pipeline.exchange import Profile
 from lightning_dynmo.pipeline.failures import FailureBoard, PipelineError
-from lightning_dynmo.pipeline.gradients import clip_grad_norm, set_aside
+from lightning_dynmo.pipeline.gradients import GradientWindow, clip_grad_norm
 from lightning_dynmo.pipeline.groups import PipelineGroups, create_groups
 from lightning_dynmo.pipeline.microbatches import (
     Inputs,
     batch_size_of,
     choose_num_microbatches,
+    largest_divisor,
     merge_outputs,
     split_batch,
 )
@@ -19,6 +20,7 @@ from lightning_dynmo.pipeline.schedules import SCHEDULES, check_num_microbatches
 __all__ = [
     "SCHEDULES",
     "FailureBoard",
+    "GradientWindow",
     "Inputs",
     "Migration",
     "PipelineError",
@@ -34,8 +36,8 @@ __all__ = [
     "create_groups",
     "gather_optimizer_state",
     "gather_state_dict",
+    "largest_divisor",
     "load_optimizer_state",
     "merge_outputs",
-    "set_aside",
     "split_batch",
 ]

@@ -10,6 +10,7 @@ exactly once per microbatch.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from lightning_dynmo.ownership import LayerChain, accepted_keywords, restore_forward
 from lightning_dynmo.pipeline._torch import FakeTensorMode
 from lightning_dynmo.pipeline.microbatches import Inputs
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Border = tuple[Tensor, ...]
 """Meta tensors, one for each tensor that crosses; ``requires_grad`` tells whether its gradient comes back."""
@@ -78,7 +81,7 @@ def call_layer(layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any]
     """Calls a layer with what its predecessor returned and the keyword arguments that its ``forward`` names."""
     if not kwargs:
         return layer(*values)
-    free = accepted_keywords(layer)[len(values) :]
+    free = accepted_keywords(layer, len(values))
     return layer(*values, **{name: kwargs[name] for name in free if name in kwargs})
 
 
@@ -125,11 +128,17 @@ def _fake_copy(layer: nn.Module, mode: FakeTensorMode) -> nn.Module:
             memo[id(parameter)] = nn.Parameter(_without_data(parameter), requires_grad=parameter.requires_grad)
         for buffer in layer.buffers():
             memo[id(buffer)] = _without_data(buffer)
+    for module in layer.modules():
+        for hooks in _HOOKS:
+            # The copy gets none; copying one that is a method would copy the object that it belongs to.
+            memo[id(getattr(module, hooks))] = OrderedDict()
+        trainable = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # made by a hook from parameters, as in pruning
+                with mode:
+                    memo[id(value)] = _without_data(value).requires_grad_(trainable)
     replica = copy.deepcopy(layer, memo)
     restore_forward(replica)
-    for module in replica.modules():
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            getattr(module, hooks).clear()
     return replica
 
 

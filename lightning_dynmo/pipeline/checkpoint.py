@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,22 +24,23 @@ def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: Pipeline
         groups: Process groups of this rank.
     """
     real: dict[int, Tensor] = {}
-    extra: dict[str, Any] = {}
-    prefixes = {id(module): name for name, module in chain.root.named_modules()}
+    extra: dict[int, Any] = {}
     for index, package in _fetch(chain, owners, groups, (), with_tensors=True):
-        for (_, shell), tensor in zip(chain.tensors(index), package.tensors, strict=True):
-            real[id(shell)] = tensor
+        chain.match_buffers(index, package.manifest.buffers)
+        shells = dict(chain.tensors(index))
+        for name, tensor in zip(package.manifest.names, package.tensors, strict=True):
+            real[id(shells[name])] = tensor
         for name, state in package.manifest.extra_state.items():
-            module = chain.layers[index].get_submodule(name)
-            extra[f"{prefixes[id(module)]}._extra_state"] = state
+            extra[id(chain.layers[index].get_submodule(name))] = state
     if not groups.is_first:
         return {}
     state_dict: dict[str, Any] = chain.root.state_dict(keep_vars=True)
     for key, value in state_dict.items():
         if isinstance(value, Tensor):
             state_dict[key] = real[id(value)] if id(value) in real else value.detach()
-        elif key in extra:
-            state_dict[key] = extra[key]
+    for prefix, module in chain.root.named_modules(remove_duplicate=False):
+        if id(module) in extra:
+            state_dict[f"{prefix}._extra_state"] = extra[id(module)]
     return state_dict
 
 
@@ -85,7 +87,8 @@ def _fetch(
     fetched = []
     for owner in range(1, groups.pp_size):
         moves = [Move(layer, owner, 0) for layer in range(len(chain)) if owners[layer] == owner]
-        arrived, _ = transfer(chain, moves, groups, optimizers, with_tensors=with_tensors)
+        with torch.inference_mode(False), torch.no_grad():
+            arrived, _ = transfer(chain, moves, groups, optimizers, with_tensors=with_tensors)
         for index, package in arrived.items():
             fetched.append((index, Package(package.manifest, tuple(tensor.cpu() for tensor in package.tensors))))
     return fetched

@@ -1,20 +1,23 @@
 """One failure ends the run everywhere, with the text of the rank that failed.
 
-A rank that fails writes its text into the key-value store of the process group, first writer wins, and cuts its
-connections. Peers that wait for it get a connection error within milliseconds, find the text in the store, raise it as
-their own and cut their connections in turn.
+[Note: how a failure travels]
+A rank that fails writes its text into the key-value store of the process group, first writer wins, and then cuts its
+connections; see `PipelineGroups.fail`. Peers that wait for it get a connection error within milliseconds, find the text
+in the store, raise it as their own and cut their connections in turn. A thread on every rank watches for the text as
+well, for ranks that wait for a healthy peer. A rank that was killed leaves no text: those that miss it call the roll,
+and the ranks that do not answer are named.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Collection
+from contextlib import suppress
 
 from lightning_dynmo.pipeline._torch import Store
 
 _LOST_CONNECTION = ("connection", "socket", "gloo", "nccl", "broken pipe", "timed out")
+_POLL_S = 0.02
 
 
 class PipelineError(RuntimeError):
@@ -22,7 +25,9 @@ class PipelineError(RuntimeError):
 
 
 class FailureBoard:
-    """Where ranks publish why they failed and read why a peer did.
+    """Where ranks publish why they failed, read why a peer did, and wait for each other before they leave.
+
+    Nothing here raises: a store that cannot be reached is one more sign of the failure that is being told.
 
     Args:
         store: Key-value store that all ranks reach.
@@ -32,65 +37,64 @@ class FailureBoard:
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
 
-    @contextmanager
-    def guard(self, doing: str) -> Iterator[None]:
-        """Turns any exception of the body into a `PipelineError` that carries the first failing rank's text.
+    def publish(self, text: str, dead: Collection[int] = ()) -> str:
+        """Publishes why the run fails and returns the text that counts: the first one published by any rank.
 
         Args:
-            doing: What the body does, for the text, such as ``"training step 12"``.
-
-        Raises:
-            PipelineError: Whatever the body raised; the exception itself is its ``__cause__``.
+            text: What every rank is to raise.
+            dead: Ranks that nobody needs to wait for.
         """
         try:
-            yield
-        except Exception as error:
-            failure = _find_pipeline_error(error)
-            if failure is not None:
-                text = str(failure)
-            elif _is_lost_connection(error):
-                text = self.read(timeout_s=2.0) or (
-                    f"rank {self._rank} lost its connection to another rank during {doing}, and no rank said why. "
-                    "A process was probably killed; look for 'out of memory' in the system log, or at the other "
-                    f"processes' output. The connection reported: {error}"
-                )
-            else:
-                text = f"rank {self._rank}, {doing}: {type(error).__name__}: {error}"
-            text = self.publish(text)
-            cause = failure.__cause__ if failure is not None else error
-            raise PipelineError(text) from cause
-
-    def publish(self, text: str) -> str:
-        """Publishes why this rank failed and returns the text that counts: the first one published by any rank."""
-        try:
+            if dead:
+                self._store.set("dead", ",".join(map(str, dead)))
             return str(self._store.compare_set("failure", "", text).decode()) or text
         except Exception:  # the store's host is gone: this rank's own text is all there is
             return text
 
-    def read(self, timeout_s: float) -> str | None:
-        """Waits for a published failure and returns its text, or None where none came within `timeout_s` seconds."""
-        try:
-            self._store.wait(["failure"], timedelta(seconds=timeout_s))
-            return str(self._store.get("failure").decode())
-        except Exception:
-            return None
+    def read(self) -> str | None:
+        """Returns the published text, or None where there is none."""
+        with suppress(Exception):
+            if self._store.check(["failure"]):
+                return str(self._store.get("failure").decode())
+        return None
 
-    def settle(self, timeout_s: float = 3.0) -> None:
-        """Waits until every rank has come here, so that no rank takes the store down before its peers have read it."""
+    def meet(self, place: str, timeout_s: float) -> list[int]:
+        """Waits until every rank that is not known to be dead has come to this place.
+
+        Args:
+            place: Any name.
+            timeout_s: Longest wait.
+
+        Returns:
+            The ranks that did not come; all others where the store cannot be reached.
+        """
         deadline = time.monotonic() + timeout_s
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         try:
-            seen = self._store.add("settled", 1)
-            while seen < self._world_size and time.monotonic() < deadline:
-                time.sleep(0.02)
-                seen = self._store.add("settled", 0)
-        except Exception:  # the store went away with the last peer that hosted it
-            return
+            self._store.set(f"{place}/{self.rank}", "")
+            dead = self._store.get("dead").decode().split(",") if self._store.check(["dead"]) else []
+            absent = [rank for rank in others if str(rank) not in dead]
+            while absent := [rank for rank in absent if not self._store.check([f"{place}/{rank}"])]:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        except Exception:
+            return others
+        return absent
+
+    def reachable(self) -> bool:
+        """Returns whether the store can be reached."""
+        try:
+            self._store.check(["failure"])
+        except Exception:
+            return False
+        return True
 
 
-def _find_pipeline_error(error: BaseException | None) -> PipelineError | None:
+def find_pipeline_error(error: BaseException | None) -> PipelineError | None:
     """Returns the `PipelineError` in the chain of causes, for torch wraps what a stage's module raises."""
     while error is not None:
         if isinstance(error, PipelineError):
@@ -99,6 +103,14 @@ def _find_pipeline_error(error: BaseException | None) -> PipelineError | None:
     return None
 
 
-def _is_lost_connection(error: Exception) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
+    """Returns whether this may be what a rank gets when the one that it talks to is gone."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_CONNECTION)
+
+
+def describe(where: str, error: BaseException) -> str:
+    """Returns the text of an exception: where it arose, its type, and what it says without torch's wrapping."""
+    while error.__cause__ is not None and "failed to run" in str(error).lower():
+        error = error.__cause__
+    return f"{where}: {type(error).__name__}: {error}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,10 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dynmo.pipeline._torch import PrefixStore, TCPStore, abort_process_groups, default_store
-from lightning_dynmo.pipeline.failures import FailureBoard
+from lightning_dynmo.pipeline._torch import PrefixStore, Store, TCPStore, abort_process_groups, default_store
+from lightning_dynmo.pipeline.failures import (
+    FailureBoard,
+    PipelineError,
+    describe,
+    find_pipeline_error,
+    is_lost_connection,
+)
 
 MESH_AXES = ("pipeline_parallel", "data_parallel")
+
+_WATCH_S = 0.25  # how often each rank looks for a failure of another one
+_GRACE_S = 0.5  # for ranks that make the same mistake, to find it out by themselves
+_ROLL_CALL_S = 0.5  # for ranks to say that they are alive
+_LEAVE_S = 2.0  # for ranks to learn of a failure before the first of them ends
+_RETURN_S = 60.0  # for ranks to come back to a new run after a failed one
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +56,15 @@ class PipelineGroups:
     world: dist.ProcessGroup
     device: torch.device
     failures: FailureBoard
-    _sockets: frozenset[int] = field(default_factory=frozenset)
+    _store: Store
+    _default: dist.ProcessGroup
+    _sockets: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def closed(self) -> bool:
+        """Whether these groups can no longer be used, because the run failed or the groups were replaced."""
+        return self._stop.is_set()
 
     @property
     def global_rank(self) -> int:
@@ -84,62 +107,164 @@ class PipelineGroups:
 
     def gather(self, value: Any) -> list[Any]:
         """Gathers one picklable value from each rank of the pipeline, in order of `pp_rank`."""
-        values: list[Any] = [None] * self.pp_size
-        dist.all_gather_object(values, value, group=self.control)
+        with self.guard("exchange between ranks"):
+            values: list[Any] = [None] * self.pp_size
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def share_from(self, pp_rank: int, value: Any) -> Any:
         """Returns on every rank of the pipeline the picklable value that rank `pp_rank` passed."""
         values = [value]
-        dist.broadcast_object_list(values, src=self.peer(pp_rank), group=self.control)
+        with self.guard("exchange between ranks"):
+            dist.broadcast_object_list(values, src=self.peer(pp_rank), group=self.control)
         return values[0]
 
     def all_agree(self, ok: bool) -> bool:
         """Returns whether every rank of the pipeline passed True."""
         vote = torch.tensor([int(ok)])
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.control)
+        with self.guard("vote between ranks"):
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self.control)
         return bool(vote.item())
 
     @contextmanager
     def guard(self, doing: str) -> Iterator[PipelineGroups]:
-        """Guards what ranks do together; see `FailureBoard.guard`."""
-        with self.failures.guard(doing):
-            yield self
+        """Guards what ranks do together: a lost connection becomes the text of the rank that failed.
 
-    def abort(self) -> None:
-        """Cuts this rank's connections, so that peers that wait for it stop waiting.
+        What this rank itself does wrong keeps its type; the strategy's `on_exception` tells the others.
+
+        Args:
+            doing: What the body does, for the text, such as ``"training step 12"``.
+
+        Raises:
+            PipelineError: If a layer or step method failed here, or another rank failed in any way.
+        """
+        try:
+            yield self
+        except Exception as error:
+            known = find_pipeline_error(error)
+            if known is not None:
+                raise PipelineError(self.failures.publish(str(known))) from known.__cause__
+            if is_lost_connection(error):
+                raise PipelineError(self._why_lost(doing, error)) from error
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks why this one fails, ends what they wait for, and closes the groups.
+
+        Returns once the others have learned of it, or after a few seconds. See [Note: how a failure travels].
+
+        Args:
+            error: What this rank raises. If it is but a lost connection, it gets the text of the rank that failed.
+        """
+        rank = self.failures.rank
+        if isinstance(error, PipelineError):
+            self.failures.publish(str(error))
+        elif is_lost_connection(error):
+            error.args = (self._why_lost("a call between ranks", error),)
+        else:
+            self.failures.publish(describe(f"rank {rank}", error))
+            self.failures.meet("noticed", _GRACE_S)
+        self.cut()
+        self.failures.meet("noticed", _LEAVE_S)
+        self.close()
+
+    def cut(self) -> None:
+        """Cuts this rank's connections, so that peers that wait for it stop waiting, and this rank for them.
 
         gloo has no abort, and its connections stay open as long as anything, such as a traceback, refers to the group;
         so the sockets that were opened when the groups were made are shut down here.
         """
-        abort_process_groups()
-        for fd in self._sockets:
+        for group in {self._default, self.pipeline, self.replicas}:
+            with suppress(Exception):  # aborts NCCL; there is nothing to do about a group that cannot be aborted
+                group.abort()
+        for fd, inode in self._sockets:
             try:
-                with socket.socket(fileno=os.dup(fd)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+                if os.fstat(fd).st_ino == inode:  # else it was closed, and the number is another file's now
+                    with socket.socket(fileno=os.dup(fd)) as connection:
+                        connection.getpeername()  # raises on a listening socket, whose end gloo does not survive
+                        connection.shutdown(socket.SHUT_RDWR)
             except OSError:  # closed already
                 continue
+
+    def close(self) -> None:
+        """Forgets the process groups, so that torch counts as not initialised and a new run can begin."""
+        self._stop.set()
+        if dist.is_initialized() and dist.group.WORLD is self._default:
+            abort_process_groups()
+
+    def watch(self) -> None:
+        """Cuts the connections when another rank has failed; runs in a thread of its own.
+
+        A rank may wait for one that knows nothing of the failure either, and what waits in NCCL does not notice that
+        its peer is gone.
+        """
+        while not self._stop.wait(_WATCH_S):
+            if self.failures.read() is not None:
+                if not self._stop.wait(_GRACE_S):
+                    self.cut()
+                return
+
+    def _why_lost(self, doing: str, error: BaseException) -> str:
+        """Returns why a connection is lost: what the rank that failed has published, else who does not answer."""
+        text = self.failures.read()
+        if text is not None:
+            return text
+        self.cut()  # so that all notice, and come to the roll call
+        rank, dead = self.failures.rank, self.failures.meet("noticed", _ROLL_CALL_S)
+        if not self.failures.reachable():
+            return (
+                f"rank {rank} lost its connections during {doing}: the process that hosts the key-value store, rank 0 "
+                f"or the launcher, died. {_KILLED} The connection reported: {error}"
+            )
+        who = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))} died" if dead else "the network failed"
+        text = f"{who}: rank {rank} lost its connection during {doing}. {_KILLED if dead else ''}".rstrip()
+        return self.failures.publish(f"{text} The connection reported: {error}", dead)
+
+
+_KILLED = "The process was probably killed; look for 'out of memory' in the system log, or at its own output."
+
+_last: PipelineGroups | None = None
+"""The groups made last in this process. Runs share them; after a failed one, new groups are made through their store."""
+
+
+@atexit.register
+def _leave_together() -> None:
+    """Keeps a rank of a failed run until all have told their users: launchers kill the rest when the first one ends."""
+    if _last is not None:
+        failed = _last.closed
+        _last._stop.set()
+        if failed:
+            _last.failures.meet("exit", _LEAVE_S)
 
 
 def create_groups(
     pipeline_parallel_size: int,
     data_parallel_size: int,
     device: torch.device,
-    connect: Callable[[], None] = lambda: None,
+    connect: Callable[[Store | None], None] = lambda store: None,
 ) -> PipelineGroups:
     """Arranges the processes as `data_parallel_size` pipelines of `pipeline_parallel_size` ranks each.
+
+    Groups of the same shape that this process has already are used again. After a failed run new ones are made.
 
     Args:
         pipeline_parallel_size: Ranks in each pipeline.
         data_parallel_size: Number of pipelines.
         device: Where the layers of this rank live.
-        connect: Initialises the default process group where it is not yet.
+        connect: Initialises the default process group where it is not yet, through the store that it is given or, where
+            that is None, one that it makes.
 
     Raises:
         ValueError: If the two sizes do not multiply to the number of processes.
+        RuntimeError: If this follows a failed run and not all ranks have come back.
     """
+    global _last
+    if _last is not None and not _last.closed and _last._default is dist.group.WORLD:
+        if (_last.pp_size, _last.dp_size, _last.device) == (pipeline_parallel_size, data_parallel_size, device):
+            return _last
+        _last._stop.set()
     before = _open_sockets()
-    connect()
+    connect(None if dist.is_initialized() or _last is None else _store_after(_last))
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if pipeline_parallel_size * data_parallel_size != world_size:
         raise ValueError(
@@ -154,17 +279,32 @@ def create_groups(
     control = _new_group_with(rank, columns, backend="gloo")
     world = control if data_parallel_size == 1 else _new_group_with(rank, [list(range(world_size))], backend="gloo")
     mesh = DeviceMesh.from_group([pipeline, replicas], device.type, mesh=layout, mesh_dim_names=MESH_AXES)
-    store = PrefixStore("lightning_dynmo", default_store())
-    return PipelineGroups(
+    assert dist.group.WORLD is not None
+    _last = PipelineGroups(
         mesh=mesh,
         pipeline=pipeline,
         replicas=replicas,
         control=control,
         world=world,
         device=device,
-        failures=FailureBoard(store, rank, world_size),
+        failures=FailureBoard(PrefixStore("lightning_dynmo", default_store()), rank, world_size),
+        _store=default_store(),
+        _default=dist.group.WORLD,
         _sockets=frozenset(_open_sockets() - before - _store_sockets()),
     )
+    threading.Thread(target=_last.watch, name="lightning_dynmo failures", daemon=True).start()
+    return _last
+
+
+def _store_after(failed: PipelineGroups) -> Store:
+    """Returns the store for the groups that follow failed ones: theirs, with keys of its own."""
+    absent = failed.failures.meet("return", _RETURN_S)
+    if absent:
+        raise RuntimeError(
+            f"After a failed run, rank {failed.failures.rank} began a new one, but ranks {absent} did not within "
+            f"{_RETURN_S:.0f} s. Let every rank handle the exception in the same way, or start all processes anew."
+        )
+    return PrefixStore("return", failed._store)
 
 
 def _new_group_with(rank: int, members: list[list[int]], backend: str | None) -> dist.ProcessGroup:
@@ -173,33 +313,30 @@ def _new_group_with(rank: int, members: list[list[int]], backend: str | None) ->
     return next(group for group, ranks in zip(groups, members, strict=True) if rank in ranks)
 
 
-def _open_sockets() -> set[int]:
-    """Returns the file descriptors of this process's open sockets; empty where the system has no ``/proc``."""
-    folder = "/proc/self/fd"
-    if not os.path.isdir(folder):
-        return set()
+def _open_sockets() -> set[tuple[int, int]]:
+    """Returns this process's open sockets: file descriptor and inode. Empty where the system has no ``/dev/fd``."""
+    folder = "/dev/fd"
     found = set()
-    for name in os.listdir(folder):
-        try:
-            if os.readlink(f"{folder}/{name}").startswith("socket:"):
-                found.add(int(name))
-        except OSError:  # closed since it was listed
-            continue
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        with suppress(OSError):  # closed since it was listed
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
     return found
 
 
-def _store_sockets() -> set[int]:
-    """Returns the sockets of the key-value store, which must outlive an abort: failures are read from it."""
+def _store_sockets() -> set[tuple[int, int]]:
+    """Returns the sockets of the key-value store, which must outlive a cut: failures are read from it."""
     port = _store_port()
     found = set()
-    for fd in _open_sockets() if port is not None else ():
+    for fd, inode in _open_sockets() if port is not None else ():
         try:
             with socket.socket(fileno=os.dup(fd)) as connection:
                 ends = [connection.getsockname()]
                 with suppress(OSError):  # a listening socket has no peer
                     ends.append(connection.getpeername())
                 if any(isinstance(end, tuple) and end[1] == port for end in ends):
-                    found.add(fd)
+                    found.add((fd, inode))
         except OSError:
             continue
     return found

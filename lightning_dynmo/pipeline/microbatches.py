@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def batch_size_of(batch: Any) -> int:
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Cuts a batch into equal microbatches along dim 0, in order, without copying.
 
-    Tensors and lists with one entry per sample are cut; everything else goes into every microbatch as it is.
+    Tensors, arrays and lists with one entry per sample are cut; everything else goes into every microbatch as it is.
 
     Args:
         batch: See `batch_size_of`.
@@ -78,14 +80,20 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 def choose_num_microbatches(batch_size: int, num_stages: int) -> int:
     """Returns the largest divisor of the batch size up to 4 per stage, the paper's guidance for small bubbles."""
-    return next(count for count in range(min(batch_size, 4 * num_stages), 0, -1) if batch_size % count == 0)
+    return largest_divisor(batch_size, 4 * num_stages)
+
+
+def largest_divisor(batch_size: int, most: int) -> int:
+    """Returns the largest number up to `most` of equal microbatches into which a batch can be cut."""
+    return next(count for count in range(min(batch_size, most), 0, -1) if batch_size % count == 0)
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
     """Puts the results of the microbatches' steps together as one result for the batch.
 
-    Tensors without dims are averaged, others are concatenated along dim 0; mappings and tuples are merged entry by
-    entry; lists are joined; anything else must be the same in all microbatches, else a list of it is returned.
+    Tensors without dims are averaged, others are concatenated along dim 0, as are arrays; mappings, tuples and
+    dataclasses are merged entry by entry; lists are joined; anything else must be the same in all microbatches, else a
+    list of it is returned.
 
     Args:
         outputs: One result per microbatch, in order.
@@ -96,12 +104,14 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float] | None = None
         if first.dim():
             return torch.cat(list(outputs))
         return weighted_mean(outputs, weights)
-    if isinstance(first, Mapping):
-        return {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
-    if isinstance(first, tuple):
-        return tuple(merge_outputs(list(entries), weights) for entries in zip(*outputs, strict=True))
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(outputs)
     if isinstance(first, list):
         return [entry for output in outputs for entry in output]
+    entries = _entries_of(first)
+    if entries is not None:
+        parts = [_entries_of(output) or {} for output in outputs]
+        return _with_entries(first, {key: merge_outputs([part[key] for part in parts], weights) for key in entries})
     return first if all(output == first for output in outputs) else list(outputs)
 
 
@@ -118,35 +128,52 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float] | None = No
 
 
 def _collect_sizes(value: Any, path: str, sizes: dict[int, str]) -> None:
-    if isinstance(value, Tensor):
-        if value.dim():
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
             sizes.setdefault(value.shape[0], path)
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            _collect_sizes(entry, f"{path}[{key!r}]", sizes)
-    elif isinstance(value, tuple | list):
-        for index, entry in enumerate(value):
-            _collect_sizes(entry, f"{path}[{index}]", sizes)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            _collect_sizes(getattr(value, entry.name), f"{path}.{entry.name}", sizes)
+        return
+    entries = dict(enumerate(value)) if isinstance(value, list) else _entries_of(value) or {}
+    for key, entry in entries.items():
+        by_item = isinstance(value, Mapping | tuple | list)
+        _collect_sizes(entry, f"{path}[{key!r}]" if by_item else f"{path}.{key}", sizes)
 
 
 def _cut(value: Any, batch_size: int, start: int, stop: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() else value
-    if isinstance(value, Mapping):
-        entries = {key: _cut(entry, batch_size, start, stop) for key, entry in value.items()}
-        return entries if type(value) is dict else type(value)(entries)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(entry, batch_size, start, stop) for entry in value))
-    if isinstance(value, tuple):
-        return tuple(_cut(entry, batch_size, start, stop) for entry in value)
+    if isinstance(value, Tensor | np.ndarray):
+        return value[start:stop] if value.ndim else value
     if isinstance(value, list):
-        if len(value) == batch_size and not any(isinstance(entry, Tensor) for entry in value):
+        if len(value) == batch_size and not any(isinstance(entry, Tensor | np.ndarray) for entry in value):
             return value[start:stop]
         return [_cut(entry, batch_size, start, stop) for entry in value]
+    entries = _entries_of(value)
+    if entries is None:
+        return value
+    return _with_entries(value, {key: _cut(entry, batch_size, start, stop) for key, entry in entries.items()})
+
+
+def _entries_of(value: Any) -> dict[Any, Any] | None:
+    """Returns the entries of a mapping, tuple or dataclass by key, position or field; None of anything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple):
+        return dict(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        entries = {entry.name: _cut(getattr(value, entry.name), batch_size, start, stop) for entry in fields(value)}
-        return replace(value, **entries)
-    return value
+        return {entry.name: getattr(value, entry.name) for entry in fields(value)}
+    return None
+
+
+def _with_entries(value: Any, entries: dict[Any, Any]) -> Any:
+    """Returns a mapping, tuple or dataclass like `value` with other entries."""
+    if type(value) is dict:
+        return entries
+    if isinstance(value, tuple):
+        return type(value)(*entries.values()) if hasattr(value, "_fields") else tuple(entries.values())
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(entries)  # type: ignore[call-arg]
+    result = copy.copy(value)  # keeps what is not an entry, such as a default factory or a tokenizer's encodings
+    for key, entry in entries.items():
+        if isinstance(result, MutableMapping):
+            result[key] = entry
+        else:
+            object.__setattr__(result, key, entry)  # a frozen dataclass has no other way
+    return result

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
 from lightning_dynmo.pipeline.groups import PipelineGroups
@@ -24,16 +25,34 @@ from lightning_dynmo.planning import Move
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that travels, and whether it lives on the CPU whatever the layer's device is."""
+    """Form of a tensor that travels, and whether it lives on the CPU whatever the layer's device is."""
 
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Returns the form of a tensor; strides are its own where its elements lie densely, such as channels last."""
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return cls(tensor.shape, stride, tensor.dtype, tensor.device.type == "cpu")
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's elements."""
         return self.shape.numel() * self.dtype.itemsize
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """Returns a tensor of this form, without values."""
+        place = torch.device("cpu") if self.on_cpu else device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+
+    def as_bytes(self, tensor: Tensor) -> Tensor:
+        """Returns the elements of a tensor of this form in their order in memory; a view if they lie densely."""
+        if tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +61,21 @@ class Manifest:
 
     Attributes:
         tensors: Every tensor that travels: parameters and buffers, then optimizer state.
-        num_layer_tensors: How many of them are parameters and buffers.
+        names: Names of the parameters and buffers, which are the first tensors.
+        buffers: Names of the buffers; whether they belong to the ``state_dict``.
         requires_grad: One flag per parameter.
         training: One flag per submodule, in order of ``modules()``.
         extra_state: ``get_extra_state()`` of the submodules that define it, by name.
-        optimizer_states: For each optimizer and parameter, state by key: a position in `tensors`, or a value.
+        optimizer_states: For each optimizer and parameter, its state without tensors.
     """
 
     tensors: tuple[TensorSpec, ...]
-    num_layer_tensors: int
+    names: tuple[str, ...]
+    buffers: dict[str, bool]
     requires_grad: tuple[bool, ...]
     training: tuple[bool, ...]
     extra_state: dict[str, Any]
-    optimizer_states: tuple[tuple[dict[str, _Slot], ...], ...]
+    optimizer_states: tuple[tuple[_State, ...], ...]
 
     @property
     def num_bytes(self) -> int:
@@ -64,10 +85,22 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One entry of an optimizer's state: position of a tensor, or any other value as it is."""
+    """Stands for a tensor: its position in the manifest."""
 
-    position: int | None = None
-    value: Any = None
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """An optimizer's state of one parameter: a dict that may hold lists and dicts in turn, as it is when flat."""
+
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+
+    def restore(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        leaves = [tensors[leaf.position] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        state: dict[str, Any] = tree_unflatten(leaves, self.structure)
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +121,23 @@ def pack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], *, with
         with_tensors: Whether parameters and buffers go along.
     """
     layer = chain.layers[index]
-    tensors: list[Tensor] = [tensor.detach() for _, tensor in chain.tensors(index)] if with_tensors else []
-    num_layer_tensors = len(tensors)
+    named = chain.tensors(index) if with_tensors else []
+    tensors = [tensor.detach() for _, tensor in named]
     states = []
     for optimizer in optimizers:
         per_parameter = []
         for parameter in chain.parameters(index):
-            slots = {}
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    slots[key] = _Slot(position=len(tensors))
-                    tensors.append(value.detach())
-                else:
-                    slots[key] = _Slot(value=value)
-            per_parameter.append(slots)
+            leaves, structure = tree_flatten(dict(optimizer.state.get(parameter, {})))
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    leaves[position] = _Slot(len(tensors))
+                    tensors.append(leaf.detach())
+            per_parameter.append(_State(tuple(leaves), structure))
         states.append(tuple(per_parameter))
     manifest = Manifest(
-        tensors=tuple(TensorSpec(tensor.shape, tensor.dtype, tensor.device.type == "cpu") for tensor in tensors),
-        num_layer_tensors=num_layer_tensors,
+        tensors=tuple(map(TensorSpec.of, tensors)),
+        names=tuple(name for name, _ in named),
+        buffers=chain.buffers(index),
         requires_grad=tuple(parameter.requires_grad for parameter in layer.parameters()),
         training=tuple(module.training for module in layer.modules()),
         extra_state={
@@ -121,7 +153,9 @@ def pack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], *, with
 def unpack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], package: Package) -> None:
     """Makes layer `index` whole on this rank from what was sent; cannot fail, since it only swaps references."""
     manifest, tensors = package.manifest, package.tensors
-    chain.take(index, tensors[: manifest.num_layer_tensors])
+    chain.match_buffers(index, manifest.buffers)
+    by_name = dict(zip(manifest.names, tensors, strict=False))
+    chain.take(index, [by_name[name] for name, _ in chain.tensors(index)])
     layer = chain.layers[index]
     for parameter, requires_grad in zip(layer.parameters(), manifest.requires_grad, strict=True):
         parameter.requires_grad_(requires_grad)
@@ -130,17 +164,14 @@ def unpack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], packa
     for name, state in manifest.extra_state.items():
         layer.get_submodule(name).set_extra_state(state)
     for optimizer, states in zip(optimizers, manifest.optimizer_states, strict=True):
-        for parameter, slots in zip(chain.parameters(index), states, strict=True):
-            if slots:
-                optimizer.state[parameter] = {key: _value_of(slot, tensors) for key, slot in slots.items()}
+        for parameter, state in zip(chain.parameters(index), states, strict=True):
+            if state.leaves:
+                optimizer.state[parameter] = state.restore(tensors)
 
 
 def state_of(package: Package, optimizer: int) -> list[dict[str, Any]]:
     """Returns one optimizer's state of a package: one dict for each parameter of the layer, in order."""
-    return [
-        {key: _value_of(slot, package.tensors) for key, slot in slots.items()}
-        for slots in package.manifest.optimizer_states[optimizer]
-    ]
+    return [state.restore(package.tensors) for state in package.manifest.optimizer_states[optimizer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +205,13 @@ def migrate(
     """
     begin = time.perf_counter()
     moves = tuple(moves)
+    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode can never be trained
+        moved_bytes = _migrate(chain, moves, groups, optimizers)
+    release_freed_memory()
+    return Migration(moves, moved_bytes, time.perf_counter() - begin)
+
+
+def _migrate(chain: LayerChain, moves: Sequence[Move], groups: PipelineGroups, optimizers: Sequence[Optimizer]) -> int:
     arrived, moved_bytes = transfer(chain, moves, groups, optimizers)
     for move in moves:
         if move.source == groups.pp_rank:
@@ -186,8 +224,7 @@ def migrate(
     for move in moves:
         if not chain.owns(move.layer):
             chain.let_go(move.layer, move.target)  # so that the shell's error names the new owner
-    release_freed_memory()
-    return Migration(moves, moved_bytes, time.perf_counter() - begin)
+    return moved_bytes
 
 
 def transfer(
@@ -230,10 +267,12 @@ def transfer(
                     arrived[index] = _empty_package(manifests[index], groups.device)
     except RuntimeError as failure:  # out of memory
         error = failure
-    if not groups.all_agree(error is None):
+    problems = groups.gather(None if error is None else str(error))
+    if any(problems):
+        told = "; ".join(f"pipeline rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
         raise RuntimeError(
-            f"Layers could not be moved, since a rank has no memory for what it was to receive; nothing was moved. "
-            f"{'This rank: ' + str(error) if error else 'See the other ranks.'}"
+            f"Layers could not be moved, so everything stays where it was. No memory for what was to move on {told}. "
+            "Move fewer layers at a time, or leave more memory free on that rank."
         ) from error
 
     _exchange(buffers, groups)
@@ -252,21 +291,22 @@ def make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups)
         owners: The `pp_rank` that owns each layer.
         groups: Process groups of this rank.
     """
+    with torch.inference_mode(False), torch.no_grad():
+        _make_whole(chain, owners, groups)
+
+
+def _make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups) -> None:
     manifests: dict[int, Manifest] = {}
     for part in groups.gather({index: pack(chain, index, ()).manifest for index in chain.owned}):
         manifests.update(part)
     for index, owner in enumerate(owners):
         mine = owner == groups.pp_rank
         package = pack(chain, index, ()) if mine else _empty_package(manifests[index], groups.device)
-        for tensor in package.tensors:
-            group = groups.control if tensor.device.type == "cpu" else groups.pipeline
-            dist.broadcast(tensor.contiguous(), src=groups.peer(owner), group=group)
+        for tensor, spec in zip(package.tensors, package.manifest.tensors, strict=True):
+            group = groups.control if spec.on_cpu else groups.pipeline
+            dist.broadcast(spec.as_bytes(tensor), src=groups.peer(owner), group=group)
         if not mine:
             unpack(chain, index, (), Package(package.manifest, tuple(tensor.cpu() for tensor in package.tensors)))
-
-
-def _value_of(slot: _Slot, tensors: Sequence[Tensor]) -> Any:
-    return slot.value if slot.position is None else tensors[slot.position]
 
 
 def _flat_buffer(
@@ -281,7 +321,7 @@ def _flat_buffer(
     device = torch.device("cpu") if on_cpu else groups.device
     if pair[0] == groups.pp_rank:
         parts = [
-            _as_bytes(tensor)
+            spec.as_bytes(tensor)
             for index in layers
             for tensor, spec in zip(outgoing[index].tensors, manifests[index].tensors, strict=True)
             if spec.on_cpu == on_cpu
@@ -306,10 +346,7 @@ def _exchange(buffers: dict[tuple[tuple[int, int], bool], Tensor], groups: Pipel
 
 
 def _empty_package(manifest: Manifest, device: torch.device) -> Package:
-    tensors = tuple(
-        torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.on_cpu else device) for spec in manifest.tensors
-    )
-    return Package(manifest, tensors)
+    return Package(manifest, tuple(spec.allocate(device) for spec in manifest.tensors))
 
 
 def _unflatten(packages: Sequence[Package], on_cpu: Tensor, on_device: Tensor) -> None:
@@ -318,9 +355,5 @@ def _unflatten(packages: Sequence[Package], on_cpu: Tensor, on_device: Tensor) -
     for package in packages:
         for tensor, spec in zip(package.tensors, package.manifest.tensors, strict=True):
             flat, offset = on_cpu if spec.on_cpu else on_device, offsets[spec.on_cpu]
-            _as_bytes(tensor).copy_(flat[offset : offset + spec.num_bytes])
+            spec.as_bytes(tensor).copy_(flat[offset : offset + spec.num_bytes])
             offsets[spec.on_cpu] = offset + spec.num_bytes
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

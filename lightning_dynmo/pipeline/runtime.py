@@ -35,7 +35,7 @@ from lightning_dynmo.planning import (
 from lightning_dynmo.profiling import LayerTimer
 
 _MAX_PREPARED = 4
-"""Shapes for which stages are kept ready; each holds receive buffers for all microbatches."""
+"""Shapes for which stages are kept ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Rebalance:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    stage: StageModule
+    module: StageModule
+    stage: Stage
     schedule: ScheduleGPipe | Schedule1F1B
 
 
@@ -95,7 +96,7 @@ class PipelineRuntime:
         self.initial_assignment = assignment
         self.balancer = balancer or PartitionBalancer()
         self.load = load
-        self.optimizers: Sequence[Optimizer] = ()
+        self._optimizers: Sequence[Optimizer] = ()
         self.profile: Profile | None = None
         self._overhead_s = 0.0
         self._clock_began = time.perf_counter()
@@ -109,6 +110,20 @@ class PipelineRuntime:
     def owners(self) -> tuple[int, ...]:
         """The `pp_rank` that owns each layer."""
         return tuple(self.assignment.stage_of(layer) for layer in range(len(self.chain)))
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Optimizers of the whole model, whose state moves with the layers."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        for index in range(len(self.chain)):
+            if not self.chain.owns(index):  # some, such as Adagrad, make their state for all parameters at once
+                for parameter in self.chain.parameters(index):
+                    for optimizer in optimizers:
+                        optimizer.state.pop(parameter, None)
 
     @property
     def overhead_s(self) -> float:
@@ -126,6 +141,10 @@ class PipelineRuntime:
 
     def distribute(self) -> None:
         """Leaves each rank the layers that it owns, with the first rank's values, and moves them to the device."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._distribute()
+
+    def _distribute(self) -> None:
         owners, device = self.owners, self.groups.device
         migrate(self.chain, [Move(layer, 0, owner) for layer, owner in enumerate(owners) if owner], self.groups, ())
         for layer, owner in enumerate(owners):
@@ -163,11 +182,11 @@ class PipelineRuntime:
             )
         timer = LayerTimer(self.groups.device) if self._profile_next else None
         prepared = self._prepare(inputs, self._schedule)
-        prepared.stage.prepare(inputs, last_step, (self._seed, step), timer)
+        prepared.module.prepare(inputs, last_step, (self._seed, step), timer)
         numbers = torch.arange(len(inputs))
         with nullcontext() if timer is None else timer.step():
             prepared.schedule.step(target=numbers, return_outputs=False, microbatch=numbers)
-        prepared.stage.finish()
+        prepared.module.finish()
         if timer is not None:
             begin = time.perf_counter()
             self.profile = gather_profile(self.chain, timer, self.groups, self.optimizers)
@@ -177,10 +196,11 @@ class PipelineRuntime:
     def evaluate(self, inputs: Sequence[Inputs], last_step: LastStep, step: int) -> None:
         """Runs the forward of one batch; call it without gradients. Arguments as in `train`."""
         prepared = self._prepare(inputs, "gpipe")
-        prepared.stage.prepare(inputs, last_step, (self._seed, step), None)
+        prepared.module.prepare(inputs, last_step, (self._seed, step), None)
         numbers = torch.arange(len(inputs))
         prepared.schedule.eval(target=numbers, microbatch=numbers)
-        prepared.stage.finish()
+        prepared.stage.clear_runtime_states()  # torch keeps the activations until the next batch of this shape
+        prepared.module.finish()
 
     def request_profile(self) -> None:
         """Asks that the next training batch be measured; `profile` holds the result afterwards."""
@@ -226,7 +246,8 @@ class PipelineRuntime:
     def _migrate(self, assignment: Assignment) -> Migration:
         moves = moves_between(self.assignment, assignment)
         self._prepared.clear()
-        migration = migrate(self.chain, moves, self.groups, self.optimizers)
+        with self.groups.guard("move of layers"):
+            migration = migrate(self.chain, moves, self.groups, self.optimizers)
         self.assignment = assignment
         return migration
 
@@ -248,7 +269,7 @@ class PipelineRuntime:
             self._precision_context,
         )
         stage = Stage(module, stage_index, borders, groups)
-        prepared = _Prepared(module, build_schedule(schedule, stage, len(inputs), module.loss))
+        prepared = _Prepared(module, stage, build_schedule(schedule, stage, len(inputs), module.loss))
         self._prepared[key] = prepared
         if len(self._prepared) > _MAX_PREPARED:
             self._prepared.popitem(last=False)

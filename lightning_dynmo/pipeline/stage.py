@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline._torch import PipelineStage
 from lightning_dynmo.pipeline.borders import Border, as_border, call_layer, check_border
-from lightning_dynmo.pipeline.failures import PipelineError
+from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.pipeline.randomness import keyed_randomness
@@ -86,15 +86,17 @@ class StageModule(nn.Module):
         """Runs the stage's layers on the activations received, or on the batch's own inputs in the first stage."""
         index = int(microbatch)
         inputs = self._inputs[index]
-        values: tuple[Any, ...] = activations if self.indices.start else inputs.args
+        values: tuple[Any, ...] = inputs.args
+        if self.indices.start:
+            values = tuple(map(_received, activations))
         for layer_index, layer in zip(self.indices, self.layers, strict=True):
             output = self._run(layer_index, layer, values, inputs.kwargs, index)
             values = output if isinstance(output, tuple) else (output,)
         if self._output is None:
             self._results[index] = output
             return torch.empty(0, device=self._device)
-        name = f"{self._where}, {self.chain.name(self.indices[-1])}"
-        border = tuple(value.contiguous() for value in as_border(output, name))
+        name = self.chain.name(self.indices[-1])
+        border = tuple(_plain(value) for value in as_border(output, name))
         check_border(border, self._output, name)
         return border
 
@@ -113,6 +115,12 @@ class StageModule(nn.Module):
         ):
             return self._last_step(index, self._results.pop(index))
 
+    def named_failure(self, doing: str) -> AbstractContextManager[None]:
+        """Returns a context that adds rank, stage, layers and `doing` to exceptions that do not name these yet."""
+        first, last = self.indices[0], self.indices[-1]
+        layers = self.chain.name(first) if first == last else f"layers {first}-{last}"
+        return _NamedFailure(f"{self._where}, {layers}, {doing}")
+
     def _run(self, index: int, layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any], mb: int) -> Any:
         with (
             _NamedFailure(f"{self._where}, {self.chain.name(index)}, microbatch {mb}"),
@@ -122,7 +130,7 @@ class StageModule(nn.Module):
         ):
             output = call_layer(layer, values, kwargs)
         if self.timer is not None and torch.is_grad_enabled():
-            self.timer.watch(output if isinstance(output, tuple) else (output,), index, mb)
+            self.timer.watch(output, index, mb, inputs=values)
         return output
 
     def _timed(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
@@ -140,12 +148,38 @@ class _NamedFailure(AbstractContextManager[None]):
 
     @override
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, PipelineError):
-            raise PipelineError(f"{self._where}: {type(error).__name__}: {error}") from error
+        if isinstance(error, Exception) and find_pipeline_error(error) is None:
+            raise PipelineError(describe(self._where, error)) from error
+
+
+class _Received(torch.autograd.Function):
+    """Makes what was received an ordinary activation: a layer may change it in place, which autograd forbids a leaf."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _received(value: Tensor) -> Any:
+    return _Received.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Returns the tensor with its elements in memory as they are to be read: in order, conjugated, with their sign."""
+    return value.resolve_conj().resolve_neg().contiguous()
 
 
 class Stage(PipelineStage):
     """torch's `PipelineStage` with full static metadata and no messages or backward where no gradient flows.
+
+    What is received gets memory of its own each time, as any activation does: torch's fixed buffers would change under
+    the hands of whoever keeps a tensor for longer than a step, and hold memory for all microbatches.
 
     Args:
         module: The stage's layers.
@@ -172,37 +206,57 @@ class Stage(PipelineStage):
 
     @override
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # Buffers get the need of a gradient that their sender has: torch 2.11 would ask one of everything it receives.
+        # torch 2.11 would ask a gradient of everything it receives, whole numbers included.
         has_backward, self.has_backward = self.has_backward, False
         result = super()._prepare_forward_infra(*args, **kwargs)
         self.has_backward = has_backward
-        for infos in self.args_recv_info.values() if self._received else ():
-            for info, border in zip(infos, self._received, strict=True):
-                assert info.buffer is not None
-                info.buffer.requires_grad_(border.requires_grad and has_backward)
+        for chunk in self.args_recv_info:
+            self._drop_buffers(self.args_recv_info[chunk])
         return result
 
     @override
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        for chunk in self.grad_recv_info:
+            self._drop_buffers(self.grad_recv_info[chunk])
+        return result
+
+    @override
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        # A buffer needs a gradient where its sender does.
+        for info, border in zip(self.args_recv_info[fwd_chunk_id], self._received, strict=True):
+            info.buffer = self._new_buffer(border).requires_grad_(border.requires_grad and self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._busy():
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._busy(), self.module.named_failure(f"forward of microbatch {fwd_chunk_id}"):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._drop_buffers(self.args_recv_info[fwd_chunk_id])
+        return output
 
     @override
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         timer = self.module.timer
-        with self._busy(), nullcontext() if timer is None else timer.backward(bwd_chunk_id):
+        with (
+            self._busy(),
+            nullcontext() if timer is None else timer.backward(bwd_chunk_id),
+            self.module.named_failure(f"backward of microbatch {bwd_chunk_id}"),
+        ):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._drop_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     @override
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
             return []
         peer = self._groups.peer(self.stage_index + 1)
-        return [
-            dist.P2POp(dist.irecv, info.buffer, peer, self.group)
-            for info, border in zip(self.grad_recv_info[bwd_chunk_id], self._sent, strict=True)
-            if border.requires_grad
-        ]
+        operations = []
+        for info, border in zip(self.grad_recv_info[bwd_chunk_id], self._sent, strict=True):
+            if border.requires_grad:
+                info.buffer = self._new_buffer(border)
+                operations.append(dist.P2POp(dist.irecv, info.buffer, peer, self.group))
+        return operations
 
     @override
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -215,8 +269,16 @@ class Stage(PipelineStage):
             if border.requires_grad:
                 if gradient is None:  # the layers did not use this tensor
                     gradient = torch.zeros(border.shape, dtype=border.dtype, device=self.device)
-                operations.append(dist.P2POp(dist.isend, gradient, peer, self.group))
+                operations.append(dist.P2POp(dist.isend, _plain(gradient), peer, self.group))
         return operations
+
+    def _new_buffer(self, border: Tensor) -> Tensor:
+        return torch.empty(border.shape, dtype=border.dtype, device=self.device)
+
+    def _drop_buffers(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            if info.buffer is not None:
+                info.buffer = torch.empty(0, device=self.device)
 
     def _busy(self) -> AbstractContextManager[None]:
         return nullcontext() if self.module.timer is None else self.module.timer.busy()
