@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -59,7 +59,7 @@ class LayerChain:
             {name for name, buffer in layer.named_buffers() if id(buffer) in shared} for layer in self.layers
         ]
         self._sizes = tuple(self._measure(index) for index in range(len(self.layers)))
-        self._foreign: set[int] = set()
+        self._foreign: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -95,6 +95,27 @@ class LayerChain:
         buffers = [(name, buffer) for name, buffer in layer.named_buffers() if name not in stays]
         return [*layer.named_parameters(), *buffers]
 
+    def buffers(self, index: int) -> dict[str, bool]:
+        """Returns the buffers that a layer carries when it moves, by name: whether its ``state_dict`` has them."""
+        layer, stays = self.layers[index], self._stationary[index]
+        found = {}
+        for name, _ in layer.named_buffers():
+            if name not in stays:
+                module, leaf = _holder(layer, name)
+                found[name] = leaf not in module._non_persistent_buffers_set
+        return found
+
+    def match_buffers(self, index: int, buffers: Mapping[str, bool]) -> None:
+        """Gives a shell the buffers that its owner has by now: a layer may make some as it runs, or drop them."""
+        layer, present = self.layers[index], self.buffers(index)
+        for name in present.keys() - buffers.keys():
+            module, leaf = _holder(layer, name)
+            module._buffers[leaf] = None
+        for name, persistent in buffers.items():
+            if name not in present:
+                module, leaf = _holder(layer, name)
+                module.register_buffer(leaf, torch.empty(0), persistent=persistent)
+
     def stationary(self) -> list[tuple[str, Tensor]]:
         """Returns what stays on every rank: tensors of the model outside the chain, and buffers that layers share."""
         inside = {id(tensor) for index in range(len(self)) for _, tensor in self.tensors(index)}
@@ -109,13 +130,12 @@ class LayerChain:
             owner: The `pp_rank` that holds it now, for the error that its ``forward`` raises.
             device: Device that the shell claims to be on; by default the layer's own.
         """
-        layer = self.layers[index]
-        for _, tensor in self.tensors(index):
-            tensor.grad = None
-            tensor.data = _shell_like(tensor, device or tensor.device)
-        restore_forward(layer)
-        vars(layer)["forward"] = _ShellForward(self.name(index), owner, vars(layer).get("forward"))
-        self._foreign.add(index)
+        with torch.inference_mode(False):  # else the parameter would never again require a gradient
+            for _, tensor in self.tensors(index):
+                tensor.grad = None
+                tensor.data = _shell_like(tensor, device or tensor.device)
+        self._foreign[index] = owner
+        self._mark_shells()
 
     def take(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Gives a shell the data that another rank sent.
@@ -127,8 +147,8 @@ class LayerChain:
         for (_, target), source in zip(self.tensors(index), tensors, strict=True):
             target.grad = None
             target.data = source
-        restore_forward(self.layers[index])
-        self._foreign.discard(index)
+        self._foreign.pop(index, None)
+        self._mark_shells()
 
     def resident_bytes(self) -> int:
         """Returns the bytes of parameters, buffers and gradients that this rank really holds for the chain."""
@@ -143,6 +163,15 @@ class LayerChain:
     def static_loads(self) -> tuple[LayerLoad, ...]:
         """Returns the layers' sizes as loads without times, for plans that are made before anything was measured."""
         return tuple(LayerLoad(0.0, 0.0, size.num_parameters, size.state_bytes) for size in self._sizes)
+
+    def _mark_shells(self) -> None:
+        """Makes the ``forward`` of every shell raise, unless an owned layer uses the same module, such as a ReLU."""
+        used = {id(module) for index in self.owned for module in self.layers[index].modules()}
+        for index, layer in enumerate(self.layers):
+            restore_forward(layer)
+            if index in self._foreign and id(layer) not in used:
+                forward = vars(layer).get("forward")
+                vars(layer)["forward"] = _ShellForward(self.name(index), self._foreign[index], forward)
 
     def _measure(self, index: int) -> LayerSize:
         tensors = [tensor for _, tensor in self.tensors(index)]
@@ -176,17 +205,29 @@ def restore_forward(layer: nn.Module) -> None:
             vars(layer)["forward"] = forward.original
 
 
-def accepted_keywords(layer: nn.Module) -> tuple[str, ...]:
+def has_shells(root: nn.Module) -> bool:
+    """Returns whether some layers of a model are shells: a pipeline holds it now, or has failed and left it so."""
+    return any(isinstance(vars(module).get("forward"), _ShellForward) for module in root.modules())
+
+
+def accepted_keywords(layer: nn.Module, num_positional: int = 0) -> tuple[str, ...]:
     """Returns the names of the arguments of a layer's ``forward``, in order, without ``*args`` and ``**kwargs``.
 
     Looks at the class, since the instance of a shell carries another ``forward``.
+
+    Args:
+        layer: A layer or a shell.
+        num_positional: How many arguments are passed by position; the names that these take are left out.
     """
     forward = vars(layer).get("forward")
     if isinstance(forward, _ShellForward):
         forward = forward.original
     signature = inspect.signature(forward if forward is not None else type(layer).forward.__get__(layer))
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(name for name, parameter in signature.parameters.items() if parameter.kind in kinds)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = signature.parameters.items()
+    taken = [name for name, parameter in parameters if parameter.kind in by_position][:num_positional]
+    return tuple(name for name, parameter in parameters if parameter.kind in by_name and name not in taken)
 
 
 def outside_tensors(root: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -232,6 +273,12 @@ def _shell_like(tensor: Tensor, device: torch.device) -> Tensor:
     else:
         value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device).expand(tensor.shape)
+
+
+def _holder(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the submodule that holds the buffer `name`, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return layer.get_submodule(path), leaf
 
 
 def _shared_buffers(layers: Sequence[nn.Module]) -> set[int]:

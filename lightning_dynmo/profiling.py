@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Stamp = float | torch.cuda.Event
 
@@ -40,17 +41,24 @@ class LayerTimer:
         yield
         self._forward[layer][microbatch].append((begin, self._now()))
 
-    def watch(self, outputs: Sequence[Any], layer: int, microbatch: int) -> None:
-        """Notes when the gradient of a layer's output arrives, which is when its backward begins."""
+    def watch(self, output: Any, layer: int, microbatch: int, inputs: Sequence[Any] = ()) -> None:
+        """Notes when the gradient of a layer's output arrives, which is when its backward begins.
+
+        Args:
+            output: What the layer returned: a tensor, or a structure of them, of which the last to arrive counts.
+            layer: Layer.
+            microbatch: Microbatch.
+            inputs: What it was called with; a tensor that it only hands on says nothing about its own backward.
+        """
         arrivals = self._arrivals[microbatch]
+        handed_on = {id(value) for value in inputs}
 
         def arrived(_: Tensor) -> None:
-            if layer not in arrivals:
-                arrivals[layer] = self._now()
+            arrivals[layer] = self._now()
 
-        for output in outputs:
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(arrived)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in handed_on:
+                leaf.register_hook(arrived)
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:

@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_dynmo.ownership import has_shells
+
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Precision) -> None:
     """Checks that the module, callbacks and precision can work with a pipeline.
@@ -17,6 +19,11 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Pre
         ValueError: If not; names the cause and what to use instead.
     """
     name = type(module).__name__
+    if has_shells(module):
+        raise ValueError(
+            f"{name} has lost the layers that other ranks held when an earlier run failed. Create the module anew, and "
+            "go on from the last checkpoint: trainer.fit(module, ckpt_path='last')."
+        )
     if not module.automatic_optimization:
         raise ValueError(
             f"{name} sets automatic_optimization=False, but a pipeline runs backward while later microbatches are "

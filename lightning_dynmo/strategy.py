@@ -22,43 +22,38 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dynmo._lightning import ScriptLauncher, init_dist_connection
-from lightning_dynmo.module import pipeline_inputs, pipeline_layers
+from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
-    GradientWindow,
     PipelineError,
     PipelineGroups,
     PipelineRuntime,
-    batch_size_of,
     check_num_microbatches,
     check_schedule,
-    choose_num_microbatches,
     clip_grad_norm,
     create_groups,
     gather_optimizer_state,
     gather_state_dict,
-    largest_divisor,
     load_optimizer_state,
-    split_batch,
 )
+from lightning_dynmo.pipeline._torch import Store
 from lightning_dynmo.planning import (
     Assignment,
     Balancer,
     LayerLoad,
     LoadMetric,
-    imbalance,
     initial_assignment,
     load_values,
 )
 from lightning_dynmo.refusals import refuse_unsupported
-from lightning_dynmo.replay import StepMethod, StepResult, prepare_metrics, replay
+from lightning_dynmo.replay import prepare_metrics
 from lightning_dynmo.reporting import final_table
-from lightning_dynmo.sameness import check_same_batch, share_random_state
+from lightning_dynmo.sameness import share_random_state
+from lightning_dynmo.steps import PipelineSteps
 
 T = TypeVar("T")
 
@@ -120,11 +115,9 @@ class DynMoStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._groups: PipelineGroups | None = None
         self._runtime: PipelineRuntime | None = None
+        self._steps: PipelineSteps | None = None
         self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
         self._saved: Mapping[str, Any] = {}
-        self._window = GradientWindow()
-        self._first_of_loop = True
-        self._running_step = False
 
     @property
     def runtime(self) -> PipelineRuntime:
@@ -132,6 +125,13 @@ class DynMoStrategy(ParallelStrategy):
         if self._runtime is None:
             raise RuntimeError("The pipeline exists only while the Trainer runs; use it in hooks after setup.")
         return self._runtime
+
+    @property
+    def steps(self) -> PipelineSteps:
+        """Runs this rank's part of each step."""
+        if self._steps is None:
+            raise RuntimeError("Steps can run only while the Trainer runs.")
+        return self._steps
 
     @property
     @override
@@ -185,6 +185,8 @@ class DynMoStrategy(ParallelStrategy):
         # Its advice does not hold here: every rank logs the same values.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*", module="lightning.*")
         refuse_unsupported(trainer, module, self.precision_plugin)
+        if trainer.state.fn == TrainerFn.FITTING and self.num_microbatches != "auto":
+            check_num_microbatches(self.schedule, self.num_microbatches, self.world_size)
         layers = pipeline_layers(module)
         self.model = self.precision_plugin.convert_module(module)
         chain = LayerChain(module, layers)
@@ -199,13 +201,14 @@ class DynMoStrategy(ParallelStrategy):
             seed=seed,
             precision_context=self.precision_plugin.forward_context,
         )
+        self._steps = PipelineSteps(module, self._runtime, self.schedule, self._microbatches)
         with self._groups.guard("distribution of the layers"):
             self._runtime.distribute()
         prepare_metrics(module, chain, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._runtime.optimizers = self.optimizers
         self.setup_precision_plugin()
-        self._runtime.optimizers = self.optimizers
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     @override
@@ -214,49 +217,50 @@ class DynMoStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._begin_loop()
+        self.steps.begin_loop()
         self.runtime.restart_clock()
 
     @override
     def on_train_end(self) -> None:
-        if self.runtime.profile is not None and self._microbatches is not None:
-            self._print("\n" + final_table(self.runtime, self._microbatches))
+        assert self.lightning_module is not None
+        if self.runtime.profile is not None and self.steps.num_microbatches is not None:
+            self.lightning_module.print("\n" + final_table(self.runtime, self.steps.num_microbatches))
 
     @override
     def teardown(self) -> None:
-        if self._runtime is not None and self._groups is not None:
-            with self._groups.guard("end of the run"):
+        if self._runtime is not None:
+            trained = self.optimizers if self._trainer.state.fn == TrainerFn.FITTING else []
+            states = [self.optimizer_state(optimizer) for optimizer in trained]
+            with self._together("end of the run"):
                 self._runtime.make_whole()
-            self._runtime = None
-        self._window = GradientWindow()
+            for optimizer, state in zip(trained, states, strict=True):
+                if state:  # rank 0, which can save a checkpoint from now on by itself
+                    optimizer.load_state_dict(state)
+            self._saved, self._microbatches = self._plan(), self.steps.num_microbatches
+            self._runtime = self._steps = None
         super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._groups is not None:
             self._groups.fail(exception)
-            self._groups = self._runtime = None
+            self._groups = self._runtime = self._steps = None
 
     # Steps
 
     @override
     def training_step(self, batch: Any, *args: Any) -> Any:
-        trainer, runtime = self._trainer, self.runtime
-        num_microbatches = self._training_microbatches(batch)
-        loop = trainer.fit_loop.epoch_loop
-        starts_window = loop.batch_idx % trainer.accumulate_grad_batches == 0
-        parameters = [parameter for layer in runtime.chain.owned for parameter in runtime.chain.parameters(layer)]
-        self._window.begin_batch(parameters, starts=starts_window)
-        log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (loop.total_batch_idx + 1) % max(1, log_every_n_steps) == 0 or loop.total_batch_idx == 1:
-            runtime.request_profile()
-        measured = runtime.profile
-        num_losses = num_microbatches * trainer.accumulate_grad_batches
-        output, weight = self._run("training_step", batch, args, num_microbatches, loop.total_batch_idx, num_losses)
-        self._window.end_batch(None if weight is None else weight / num_losses)
-        if runtime.profile is not measured:
-            self._log_profile()
-        return output
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        step, num_batches = loop.total_batch_idx, trainer.accumulate_grad_batches
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return self.steps.train(
+            batch,
+            args,
+            step,
+            num_batches=num_batches,
+            starts_window=loop.batch_idx % num_batches == 0,
+            measure=step == 1 or (every > 0 and (step + 1) % every == 0),
+        )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -264,35 +268,35 @@ class DynMoStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self._window.place(last=not self._trainer.fit_loop._should_accumulate())
+        self.steps.window.place(last=not self._trainer.fit_loop._should_accumulate())
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @override
     def validation_step(self, batch: Any, *args: Any) -> Any:
-        return self._evaluate("validation_step", batch, args)
+        return self.steps.evaluate("validation_step", batch, args)
 
     @override
     def test_step(self, batch: Any, *args: Any) -> Any:
-        return self._evaluate("test_step", batch, args)
+        return self.steps.evaluate("test_step", batch, args)
 
     @override
     def predict_step(self, batch: Any, *args: Any) -> Any:
-        output = self._evaluate("predict_step", batch, args)
+        output = self.steps.evaluate("predict_step", batch, args)
         return output if self.is_global_zero else None
 
     @override
     def on_validation_start(self) -> None:
-        self._begin_loop()
+        self.steps.begin_loop()
 
     @override
     def on_test_start(self) -> None:
-        self._begin_loop()
+        self.steps.begin_loop()
 
     @override
     def on_predict_start(self) -> None:
-        self._begin_loop()
+        self.steps.begin_loop()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -343,22 +347,23 @@ class DynMoStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns on rank 0 the state of the whole model; elsewhere an empty one."""
+        if self._runtime is None:
+            return super().lightning_module_state_dict()
         with self._together("gathering of the model's state") as groups:
             return gather_state_dict(self.runtime.chain, self.runtime.owners, groups)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns on rank 0 the state of the optimizer for the whole model; elsewhere an empty one."""
+        if self._runtime is None:
+            return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         with self._together("gathering of the optimizer's state") as groups:
             return gather_optimizer_state(self.runtime.chain, self.runtime.owners, groups, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        checkpoint[CHECKPOINT_KEY] = {
-            "balance": list(self.runtime.assignment.balance),
-            "num_microbatches": self._microbatches,
-        }
+        checkpoint[CHECKPOINT_KEY] = self._plan()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -384,8 +389,14 @@ class DynMoStrategy(ParallelStrategy):
     def _connect(self, store: Store | None) -> None:
         assert self.cluster_environment is not None
         backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-        options = {} if store is None else {"store": store}
+        options: dict[str, Any] = {} if store is None else {"store": store}
         init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, **options)
+
+    def _plan(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of the pipeline, in plain types."""
+        if self._runtime is None:
+            return dict(self._saved)
+        return {"balance": list(self._runtime.assignment.balance), "num_microbatches": self.steps.num_microbatches}
 
     def _first_assignment(self, chain: LayerChain) -> Assignment:
         """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""
@@ -396,59 +407,10 @@ class DynMoStrategy(ParallelStrategy):
                 return assignment
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], self.world_size)
 
-    def _training_microbatches(self, batch: Any) -> int:
-        if self._microbatches is None:
-            batch_size = batch_size_of(batch)
-            self._microbatches = choose_num_microbatches(batch_size, self.world_size)
-            self._print(f"[dynmo] {self._microbatches} microbatches of {batch_size // self._microbatches} samples")
-        check_num_microbatches(self.schedule, self._microbatches, self.world_size)
-        return self._microbatches
-
-    def _evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        most = self._microbatches or 4 * self.world_size
-        batch_size = batch_size_of(batch)
-        output, _ = self._run(name, batch, args, largest_divisor(batch_size, most), step=args[0] if args else 0)
-        return output
-
-    def _run(
-        self, name: str, batch: Any, args: tuple[Any, ...], num_microbatches: int, step: int, num_losses: int = 1
-    ) -> tuple[Any, float | None]:
-        """Runs a step method as a pipeline; returns its merged result and the sum of its weights."""
-        runtime, module = self.runtime, self.lightning_module
-        assert module is not None
-        microbatches = split_batch(batch, num_microbatches)
-        inputs = [pipeline_inputs(module, runtime.chain, microbatch) for microbatch in microbatches]
-        check, self._first_of_loop = self._first_of_loop, False
-        with self._together(f"{name} of batch {step}") as groups:
-            if check:
-                check_same_batch(batch, groups)
-            method = StepMethod(
-                module,
-                name,
-                runtime.chain,
-                microbatches,
-                args,
-                inputs,
-                num_losses=num_losses,
-                check_inputs=check,
-            )
-            self._running_step = True
-            try:
-                if name == "training_step":
-                    runtime.train(inputs, method, step)
-                else:
-                    runtime.evaluate(inputs, method, step)
-            finally:
-                self._running_step = False
-            last = groups.pp_size - 1
-            result: StepResult = groups.share_from(last, method.result() if groups.is_last else None)
-        batch_size = batch_size_of(batch) if num_microbatches > 1 else None
-        return replay(module, runtime.chain, result, batch_size), result.weight
-
     def _together(self, doing: str) -> AbstractContextManager[PipelineGroups]:
         """Guards what all ranks do together; refuses it inside step methods, which run on the last stage alone."""
         assert self._groups is not None
-        if self._running_step:
+        if self._steps is not None and self._steps.running:
             raise RuntimeError(
                 f"A step method called for a {doing} between ranks, but step methods run on the last stage only. Call "
                 "it from a hook such as on_train_batch_end instead."
@@ -462,27 +424,9 @@ class DynMoStrategy(ParallelStrategy):
             )
         return self._groups.guard(doing)
 
-    def _begin_loop(self) -> None:
-        self._first_of_loop = True
-
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with self._together("clipping of gradients") as groups:
             clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val, groups)
-
-    def _log_profile(self) -> None:
-        runtime, module = self.runtime, self.lightning_module
-        assert module is not None
-        assert runtime.profile is not None
-        stage_loads = runtime.assignment.stage_loads(load_values(runtime.profile.loads, runtime.load))
-        module.log("dynmo/imbalance", imbalance(stage_loads), prog_bar=True)
-        module.log("dynmo/bubble_ratio", runtime.profile.bubble_ratio, prog_bar=True)
-        module.log("dynmo/step_time_s", runtime.profile.step_s)
-        for stage, stage_load in enumerate(stage_loads):
-            module.log(f"dynmo/load/stage_{stage}", stage_load)
-
-    def _print(self, text: str) -> None:
-        if self.lightning_module is not None:
-            self.lightning_module.print(text)
 
 
 StrategyRegistry.register(

@@ -70,7 +70,8 @@ def infer_borders(
         except Exception as error:
             raise ValueError(
                 f"{chain.name(index)} could not be run on tensors without data, which is how the shapes between stages "
-                f"are found: {type(error).__name__}: {error}. Make its output shape depend on input shapes only."
+                f"are found: {type(error).__name__}: {error}. Let it take what the layer before it returns, and "
+                "make its output shape depend on input shapes only."
             ) from error
         values = as_border(output, chain.name(index))
         borders.append(tuple(_as_meta(value) for value in values))

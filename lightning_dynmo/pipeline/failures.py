@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from lightning_dynmo.pipeline._torch import Store
 
-_LOST_CONNECTION = ("connection", "socket", "gloo", "nccl", "broken pipe", "timed out")
+_LOST_CONNECTION = ("gloo/", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
 _POLL_S = 0.02
 
 
@@ -105,12 +105,19 @@ def find_pipeline_error(error: BaseException | None) -> PipelineError | None:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Returns whether this may be what a rank gets when the one that it talks to is gone."""
+    error = _without_wrapping(error)
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_CONNECTION)
 
 
 def describe(where: str, error: BaseException) -> str:
-    """Returns the text of an exception: where it arose, its type, and what it says without torch's wrapping."""
+    """Returns the text of an exception: where it arose, its type, and what it says."""
+    error = _without_wrapping(error)
+    return f"{where}: {type(error).__name__}: {error}"
+
+
+def _without_wrapping(error: BaseException) -> BaseException:
+    """Returns what torch's schedules have wrapped in an error that prints all tensors of the stage."""
     while error.__cause__ is not None and "failed to run" in str(error).lower():
         error = error.__cause__
-    return f"{where}: {type(error).__name__}: {error}"
+    return error

@@ -138,6 +138,8 @@ class PipelineGroups:
         Raises:
             PipelineError: If a layer or step method failed here, or another rank failed in any way.
         """
+        if self.closed:
+            raise PipelineError(self.failures.read() or f"The connections between ranks are closed, so no {doing}.")
         try:
             yield self
         except Exception as error:
@@ -210,6 +212,7 @@ class PipelineGroups:
         if text is not None:
             return text
         self.cut()  # so that all notice, and come to the roll call
+        self.close()  # at once, for Lightning's handler of the SIGTERM that may follow talks to whatever is open
         rank, dead = self.failures.rank, self.failures.meet("noticed", _ROLL_CALL_S)
         if not self.failures.reachable():
             return (
@@ -224,7 +227,7 @@ class PipelineGroups:
 _KILLED = "The process was probably killed; look for 'out of memory' in the system log, or at its own output."
 
 _last: PipelineGroups | None = None
-"""The groups made last in this process. Runs share them; after a failed one, new groups are made through their store."""
+"""The groups made last in this process. Runs share them; after a failed run, new ones are made through their store."""
 
 
 @atexit.register

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline._torch import PipelineStage
 from lightning_dynmo.pipeline.borders import Border, as_border, call_layer, check_border
-from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error
+from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error, is_lost_connection
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.pipeline.randomness import keyed_randomness
@@ -148,7 +148,7 @@ class _NamedFailure(AbstractContextManager[None]):
 
     @override
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and find_pipeline_error(error) is None:
+        if isinstance(error, Exception) and find_pipeline_error(error) is None and not is_lost_connection(error):
             raise PipelineError(describe(self._where, error)) from error
 
 

@@ -76,6 +76,31 @@ def test_training_goes_on_within_an_epoch_alike_on_any_number_of_stages(
         assert differences(found["weights"], alone["weights"]) == []
 
 
+def save_afterwards(rank: int, directory: str) -> None:
+    from lightning_dynmo import DynMoStrategy
+    from tests.helpers.fitting import SaveAtEnd
+
+    model = TinyGPT()
+    runner = Trainer(
+        devices=3, strategy=DynMoStrategy(), max_steps=4, callbacks=[SaveAtEnd(f"{directory}/end.ckpt")], **QUIET
+    )
+    runner.fit(model, token_loader(80, 8))
+    runner.save_checkpoint(f"{directory}/after.ckpt")
+    runner.validate(model, token_loader(8, 8), verbose=False)
+    runner.save_checkpoint(f"{directory}/later.ckpt")
+
+
+def test_a_checkpoint_can_be_saved_after_training(tmp_path: Path) -> None:
+    run_distributed(save_afterwards, 3, str(tmp_path))
+    end = load(tmp_path / "end.ckpt")
+    assert len(end["optimizer_states"][0]["state"]) == len(list(TinyGPT().parameters()))
+    for name in ("after.ckpt", "later.ckpt"):
+        saved = load(tmp_path / name)
+        for key in ("optimizer_states", "lr_schedulers", "global_step", "lightning_dynmo"):
+            assert differences(saved[key], end[key], key) == []
+    assert differences(load(tmp_path / "after.ckpt")["state_dict"], end["state_dict"]) == []
+
+
 def test_a_lost_optimizer_state_is_noticed(undisturbed: tuple[bool, Path, Any], tmp_path: Path) -> None:
     freeze, directory, expected = undisturbed
     checkpoint = load(directory / "step=5.ckpt")

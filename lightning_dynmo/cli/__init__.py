@@ -1,0 +1,5 @@
+"""The command line: ``lightning-dynmo fit|validate|test|predict|plan --config <file>``."""
+
+from lightning_dynmo.cli.app import main
+
+__all__ = ["main"]
