@@ -41,14 +41,7 @@ from lightning_dynmo.pipeline import (
     load_optimizer_state,
 )
 from lightning_dynmo.pipeline._torch import Store
-from lightning_dynmo.planning import (
-    Assignment,
-    Balancer,
-    LayerLoad,
-    LoadMetric,
-    initial_assignment,
-    load_values,
-)
+from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
 from lightning_dynmo.refusals import refuse_unsupported
 from lightning_dynmo.replay import prepare_metrics
 from lightning_dynmo.reporting import final_table
@@ -105,7 +98,7 @@ class DynMoStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if num_microbatches != "auto" and num_microbatches < 1:
             raise ValueError(f"num_microbatches must be 'auto' or at least 1, got {num_microbatches}.")
-        load_values([LayerLoad(0.0, 0.0, 0, 0)], load)
+        check_load_metric(load)
         self.schedule = check_schedule(schedule)
         self.num_microbatches = num_microbatches
         self.balance = balance

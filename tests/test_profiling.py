@@ -89,22 +89,37 @@ def measure(layers: list[Any], num_microbatches: int = 3, loss_s: float = 0.0, h
 
 
 def assert_units(
-    layers: list[Any], forward: list[float], backward: list[float], num_microbatches: int = 3, **options: Any
+    layers: list[Any],
+    forward: list[float],
+    backward: list[float],
+    num_microbatches: int = 3,
+    attempts: int = 12,
+    **options: Any,
 ) -> None:
-    """Checks the smallest of three measurements, since other processes share the cores."""
-    timers = [measure(layers, num_microbatches, **options) for _ in range(3)]
-    unit_s, tolerance_s = UNIT_S * num_microbatches, TOLERANCE_S * num_microbatches
-    for index in range(len(layers)):
-        there, back = (min(getattr(t, name)(index) for t in timers) for name in ("forward_s", "backward_s"))
-        assert there == pytest.approx(forward[index] * unit_s, abs=tolerance_s), f"forward of layer {index}"
-        assert back == pytest.approx(backward[index] * unit_s, abs=tolerance_s), f"backward of layer {index}"
+    """Checks the smallest seconds of several measurements, as many as it takes, since other processes share the cores.
+
+    A sleep never ends early, so seconds that go to a wrong layer stay there in every attempt.
+    """
+    smallest = dict.fromkeys(((way, index) for way in ("forward", "backward") for index in range(len(layers))), 1e9)
+    wrong: list[str] = []
+    for _ in range(attempts):
+        timer = measure(layers, num_microbatches, **options)
+        wrong = []
+        for (way, index), before in smallest.items():
+            units = (forward if way == "forward" else backward)[index]
+            seconds = smallest[way, index] = min(before, getattr(timer, f"{way}_s")(index))
+            if seconds != pytest.approx(units * UNIT_S * num_microbatches, abs=TOLERANCE_S * num_microbatches):
+                wrong.append(f"{way} of layer {index}: {seconds / num_microbatches / UNIT_S:.2f} units, not {units}")
+        if not wrong:
+            return
+    raise AssertionError("; ".join(wrong))
 
 
 def test_seconds_go_to_the_layer_that_sleeps() -> None:
     layers = [Sleeper(1, 3), Sleeper(0, 1), Sleeper(2, 0), Sleeper(1, 2)]
     assert_units(layers, [1, 0, 2, 1], [3, 1, 0, 2])
     with pytest.raises(AssertionError, match="backward of layer 0"):
-        assert_units(layers, [1, 0, 2, 1], [1, 3, 0, 2])
+        assert_units(layers, [1, 0, 2, 1], [1, 3, 0, 2], attempts=2)
 
 
 def test_rank_is_busy_in_forward_and_backward_only() -> None:
@@ -143,7 +158,7 @@ def test_skip_connection_that_passes_layers_does_not_take_their_backward() -> No
 def test_one_slow_microbatch_does_not_count() -> None:
     assert_units([Sleeper(1, 1), Sleeper(1, 1)], [1, 1], [1, 1], num_microbatches=5, hiccup=2)
     with pytest.raises(AssertionError, match="forward of layer 0"):
-        assert_units([Sleeper(1, 1), Sleeper(1, 1)], [1, 1], [1, 1], num_microbatches=1, hiccup=0)
+        assert_units([Sleeper(1, 1), Sleeper(1, 1)], [1, 1], [1, 1], num_microbatches=1, hiccup=0, attempts=2)
 
 
 def test_layer_that_was_not_measured_costs_nothing() -> None:

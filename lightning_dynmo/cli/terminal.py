@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,7 +13,23 @@ from typing_extensions import override
 
 
 class ShortProgressBar(RichProgressBar):
-    """Lightning's bar with shorter names, so that loss, imbalance and bubble fit."""
+    """Lightning's bar with shorter names, so that loss, imbalance and bubble fit, and without its thread.
+
+    That thread redraws the bar while others print above it; whenever the bar has just lost a line, it eats one of
+    theirs.
+    """
+
+    _SECONDS_BETWEEN_DRAWS = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn_at = 0.0
+
+    @override
+    def refresh(self, hard: bool = False) -> None:
+        if hard or time.monotonic() - self._drawn_at > self._SECONDS_BETWEEN_DRAWS:
+            super().refresh(hard=True)
+            self._drawn_at = time.monotonic()
 
     @override
     def get_metrics(
@@ -21,6 +38,11 @@ class ShortProgressBar(RichProgressBar):
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return {name.removeprefix("dynmo/").removesuffix("_ratio"): value for name, value in metrics.items()}
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.progress is not None:
+            self.progress.stop()  # what is printed after training comes below the bar
 
 
 class _CurrentStderr:

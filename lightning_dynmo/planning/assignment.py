@@ -51,12 +51,11 @@ class Assignment:
             ValueError: If there are no stages, or more stages than layers.
         """
         if num_stages < 1:
-            raise ValueError(f"Expected at least 1 stage, got num_stages={num_stages}. Set pipeline_parallel_size=1.")
+            raise ValueError(f"Expected at least 1 stage, got num_stages={num_stages}. Use at least 1 device.")
         if num_stages > num_layers:
             raise ValueError(
                 f"Every stage needs at least one layer, but there are {num_stages} stages for {num_layers} layers. "
-                f"Use fewer devices: set pipeline_parallel_size to at most {num_layers}, or split the model into "
-                f"{num_stages} layers or more."
+                f"Use at most {num_layers} devices, or split the model into {num_stages} layers or more."
             )
         quotient, remainder = divmod(num_layers, num_stages)
         return cls(tuple(quotient + (stage < remainder) for stage in range(num_stages)))

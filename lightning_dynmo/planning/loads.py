@@ -30,15 +30,24 @@ class LayerLoad:
         return self.forward_s + self.backward_s
 
 
+def check_load_metric(metric: str) -> None:
+    """Checks that there is a load metric of this name.
+
+    Raises:
+        ValueError: If not; lists the choices.
+    """
+    if metric not in get_args(LoadMetric):
+        choices = ", ".join(repr(choice) for choice in get_args(LoadMetric))
+        raise ValueError(f"Unknown load metric {metric!r}. Use one of {choices}, for example load='time'.")
+
+
 def load_values(loads: Sequence[LayerLoad], metric: LoadMetric) -> tuple[float, ...]:
     """Reads one number per layer, ``[L]``: seconds for ``"time"``, a count for ``"parameters"``.
 
     Raises:
         ValueError: If ``metric`` is unknown, or a value is negative or not finite.
     """
-    if metric not in get_args(LoadMetric):
-        choices = ", ".join(repr(choice) for choice in get_args(LoadMetric))
-        raise ValueError(f"Unknown load metric {metric!r}. Use one of {choices}, for example load='time'.")
+    check_load_metric(metric)
     if metric == "time":
         return non_negative([load.time_s for load in loads], "the time of layer")
     return non_negative([load.num_parameters for load in loads], "the parameters of layer")

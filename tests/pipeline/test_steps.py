@@ -133,7 +133,8 @@ def _shape_changes(rank: int) -> None:
 def test_unforeseen_shape_is_an_error_before_it_is_sent() -> None:
     with pytest.raises(RankError, match="rank 0 of 2 failed first") as info:
         run_distributed(_shape_changes, 2)
-    assert "rank 0, stage 0, layer 1 (Moody) returned float32[2, 6] with gradient" in info.value.text
+    assert "rank 0, stage 0, layers 0-1, " in info.value.text
+    assert "layer 1 (Moody) returned float32[2, 6] with gradient" in info.value.text
     assert "but the next stage expects float32[3, 6] with gradient" in info.value.text
 
 
@@ -168,6 +169,7 @@ def test_failing_layer_is_named_with_rank_stage_and_microbatch() -> None:
 def _rebuild_20_times(rank: int) -> tuple[list[int], list[int], list[int]]:
     import psutil
 
+    from lightning_dynmo.ownership import release_freed_memory
     from lightning_dynmo.pipeline.stage import Stage
     from lightning_dynmo.planning import Assignment
 
@@ -180,7 +182,10 @@ def _rebuild_20_times(rank: int) -> tuple[list[int], list[int], list[int]]:
         with torch.no_grad():
             evaluate(runtime, plan, step)
         runtime.chain.root.zero_grad()
+        release_freed_memory()
         memory.append(process.memory_info().rss)
+        if step not in (10, 19):
+            continue
         objects = gc.get_objects()
         stages.append(sum(type(value) is Stage for value in objects))
         tensors = [value for value in objects if type(value) in (Tensor, nn.Parameter)]

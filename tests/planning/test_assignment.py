@@ -70,7 +70,7 @@ def test_uniform_gives_the_rest_to_the_first_stages(num_layers: int, num_stages:
 
 
 def test_uniform_rejects_more_stages_than_layers() -> None:
-    with pytest.raises(ValueError, match=r"5 stages for 4 layers.*pipeline_parallel_size to at most 4"):
+    with pytest.raises(ValueError, match=r"5 stages for 4 layers.*at most 4 devices"):
         Assignment.uniform(4, 5)
 
 

@@ -50,5 +50,5 @@ def test_an_unknown_name_gets_the_choices_only() -> None:
 
 @pytest.mark.parametrize("balance", ["uniform", "parameters", [1, 1]])
 def test_more_stages_than_layers(balance: str | list[int]) -> None:
-    with pytest.raises(ValueError, match=r"3 stages for 2 layers.*pipeline_parallel_size"):
+    with pytest.raises(ValueError, match=r"3 stages for 2 layers.*at most 2 devices"):
         initial_assignment(balance, [1, 1], 3)
