@@ -10,8 +10,8 @@ as they are in the pipeline. A replay of the schedule (timeline.py), in which me
 into the length of a step for every split; `possible` is that of the uniform split over that of the best split.
 `rebalanced_of_possible` says how much of the possible gain is reached.
 
-A step is all microbatches' forwards and backwards, and the optimizer, from one barrier to the next. The first step after
-a move, in which stages are rebuilt, is not counted here: benchmarks/overhead.py measures it.
+A step is all microbatches' forwards and backwards, and the optimizer, from one barrier to the next. The first step
+after a move, in which stages are rebuilt, is not counted here: benchmarks/overhead.py measures it.
 
 `--null` freezes nothing: there is nothing to gain, and all three ratios must be 1.00 +- 0.05.
 """
@@ -84,9 +84,7 @@ class AloneTimer:
         mean = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(mean)
         forward_s, backward_s, update_s = (mean / dist.get_world_size()).tolist()
-        return [
-            StageCost(*times) for times in zip(forward_s, backward_s, update_s, self._needs_gradient, strict=True)
-        ]
+        return [StageCost(*times) for times in zip(forward_s, backward_s, update_s, self._needs_gradient, strict=True)]
 
     def _measure_microbatch(self, tokens: Tensor, targets: Tensor) -> None:
         value, passed = tokens, []
@@ -187,18 +185,27 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def report(
-    costs: Sequence[StageCost], num_frozen: int, uniform: tuple[int, ...], rounds: Sequence[tuple[int, str, float, float]]
+    costs: Sequence[StageCost],
+    num_frozen: int,
+    uniform: tuple[int, ...],
+    rounds: Sequence[tuple[int, str, float, float]],
 ) -> None:
     print(f"{len(costs)} layers, {num_frozen} frozen, {NUM_MICROBATCHES} microbatches, 1F1B, {NUM_RANKS} ranks\n")
     rows = [
         (index, cost.trains_below, cost.forward_s, cost.backward_s, cost.update_s) for index, cost in enumerate(costs)
     ]
-    columns = ("layer", "gradient_below", "forward_ms", "backward_ms", "update_ms")
-    print(table("Layers, each timed alone: per microbatch, and the optimizer", columns, rows))
+    columns = ("layer", "gradient", "forward_ms", "backward_ms", "update_ms")
+    print(
+        table(
+            "Layers, timed alone: per microbatch, and the optimizer; whether a gradient goes to the layer below",
+            columns,
+            rows,
+        )
+    )
     best, best_s = best_split(costs, NUM_RANKS, NUM_MICROBATCHES)
     uniform_s = step_time(merge(costs, uniform), NUM_MICROBATCHES)
     predictions = [("uniform", split_text(uniform), uniform_s), ("best", split_text(best), best_s)]
-    print(table("Steps that these times allow", ("which", "split", "possible_ms"), predictions))
+    print(table("Possible steps, from these times", ("which", "split", "step_ms"), predictions))
     print(table("Steps measured, median of each round", ("round", "split", "static_ms", "rebalanced_ms"), rounds))
     static_s, rebalanced_s = (statistics.median(row[column] for row in rounds) for column in (2, 3))
     measured, possible = static_s / rebalanced_s, uniform_s / best_s

@@ -21,7 +21,7 @@ def run(main: Callable[[argparse.Namespace], None], docstring: str | None, world
     """Runs a benchmark script on several ranks, each a process with one thread on a core of its own.
 
     Args:
-        main: Called on every rank with the parsed arguments; reads its rank from the environment, as a launcher sets it.
+        main: Called on every rank with the parsed arguments. The rank is in the environment, as under a launcher.
         docstring: The script's; becomes its help.
         world_size: Number of ranks.
     """

@@ -41,7 +41,7 @@ class _Action:
 
 
 def step_time(stages: Sequence[StageCost], num_microbatches: int) -> float:
-    """Returns the seconds of a 1F1B step, from the moment when all stages begin to when the last has updated its layers.
+    """Returns the seconds of a 1F1B step, from when all stages begin to when the last has updated its layers.
 
     Args:
         stages: Cost of each stage, first stage first.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dynmo.ownership import LayerChain, accepted_keywords
+from lightning_dynmo.pipeline.borders import call_layer
 from lightning_dynmo.pipeline.microbatches import Inputs
 
 
@@ -32,8 +33,7 @@ class PipelineModule(LightningModule):
         """Runs the chain: positional arguments go to the first layer, keywords to every layer that names them."""
         values: tuple[Any, ...] = args
         for layer in self.layers:
-            names = accepted_keywords(layer)[len(values) :]
-            output = layer(*values, **{name: kwargs[name] for name in names if name in kwargs})
+            output = call_layer(layer, values, kwargs)
             values = output if isinstance(output, tuple) else (output,)
         return output
 

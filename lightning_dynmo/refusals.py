@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import LBFGS, Optimizer
 
 from lightning_dynmo.ownership import has_shells
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Checks that the optimizers can work on the parameters of one rank at a time.
+
+    Raises:
+        ValueError: If one cannot; names it and what to use instead.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS searches along a line through all parameters and runs the model several times per step, which a "
+                "pipeline cannot do. Use an optimizer that updates each parameter by its own gradient, such as AdamW."
+            )
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Precision) -> None:

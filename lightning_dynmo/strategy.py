@@ -42,7 +42,7 @@ from lightning_dynmo.pipeline import (
 )
 from lightning_dynmo.pipeline._torch import Store
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
-from lightning_dynmo.refusals import refuse_unsupported
+from lightning_dynmo.refusals import refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import prepare_metrics
 from lightning_dynmo.reporting import final_table
 from lightning_dynmo.sameness import share_random_state
@@ -200,6 +200,7 @@ class DynMoStrategy(ParallelStrategy):
         prepare_metrics(module, chain, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
             self._runtime.optimizers = self.optimizers
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]

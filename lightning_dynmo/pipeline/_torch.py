@@ -22,9 +22,12 @@ __all__ = [
 ]
 
 _STAGE_METHODS = (
+    "_prepare_backward_infra",
     "_prepare_forward_infra",
     "backward_one_chunk",
+    "clear_runtime_states",
     "forward_one_chunk",
+    "get_fwd_recv_ops",
     "get_bwd_recv_ops",
     "get_bwd_send_ops",
 )

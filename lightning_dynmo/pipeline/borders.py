@@ -30,13 +30,14 @@ Border = tuple[Tensor, ...]
 
 
 def signature_of(inputs: Inputs, chain: LayerChain) -> tuple[Any, ...]:
-    """Returns a hashable key of everything that borders depend on: input shapes and dtypes, and what is trainable."""
+    """Returns a hashable key of what borders depend on: shapes and dtypes of inputs, what is trainable, and modes."""
     leaves, structure = tree_flatten((inputs.args, inputs.kwargs))
     shapes = tuple(
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
     trainable = tuple(parameter.requires_grad for index in range(len(chain)) for parameter in chain.parameters(index))
-    return (shapes, str(structure), trainable, torch.is_grad_enabled())
+    modes = tuple(layer.training for layer in chain.layers)
+    return (shapes, str(structure), trainable, modes, torch.is_grad_enabled())
 
 
 def infer_borders(

@@ -12,7 +12,7 @@ from tests.strategy.scripts.launch import launch
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 EXPECTED = {
-    "too_many_stages": ("ValueError", r"3 stages for 2 layers\. Use fewer devices"),
+    "too_many_stages": ("ValueError", r"3 stages for 2 layers\. Use at most 2 devices"),
     "batch_does_not_divide": (
         "ValueError",
         r"batch of 6 samples .* 4 equal microbatches.*num_microbatches=3.*drop_",
@@ -27,6 +27,7 @@ EXPECTED = {
     "layers_of_another_module": ("ValueError", r"Layer 1 \(Block\) .* not part of the model.*Create the layer"),
     "manual_optimization": ("ValueError", r"automatic_optimization=False.*Remove it"),
     "own_backward": ("ValueError", r"Own overrides backward\(\).*Use the hooks"),
+    "lbfgs": ("ValueError", r"LBFGS .* which a pipeline cannot do\. Use an optimizer"),
     "dict_in_the_middle": ("ValueError", r"layer 2 \(ReturnsDict\) returns a dict.*Return a tensor"),
     "step_without_forward": ("PipelineError", r"rank 2, stage 2, step method.*did not call self\(\.\.\.\)"),
     "step_with_other_arguments": ("PipelineError", r"'tokens' of self\(\.\.\.\).*Define pipeline_inputs"),

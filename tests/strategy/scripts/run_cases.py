@@ -172,6 +172,14 @@ def own_backward(case: Case) -> None:
     case.module = Own(num_blocks=3)
 
 
+def lbfgs(case: Case) -> None:
+    class Searching(TinyGPT):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters())
+
+    case.module = Searching(num_blocks=3)
+
+
 class ReturnsDict(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
