@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dynmo._lightning import ScriptLauncher, init_dist_connection
 from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
-    PipelineError,
-    PipelineGroups,
     PipelineRuntime,
     check_num_microbatches,
     check_schedule,
     clip_grad_norm,
-    create_groups,
     gather_optimizer_state,
     gather_state_dict,
     load_optimizer_state,
 )
-from lightning_dynmo.pipeline._torch import Store
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
+from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.refusals import refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import prepare_metrics
 from lightning_dynmo.reporting import final_table
@@ -53,7 +45,7 @@ T = TypeVar("T")
 CHECKPOINT_KEY = "lightning_dynmo"
 
 
-class DynMoStrategy(ParallelStrategy):
+class DynMoStrategy(PipelineProcesses):
     """Trains a LightningModule as a pipeline over all devices, with the numbers of one device.
 
     The module needs one method, ``configure_pipeline()``, which returns the chain of layers that its forward runs.
@@ -95,7 +87,7 @@ class DynMoStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(timeout, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if num_microbatches != "auto" and num_microbatches < 1:
             raise ValueError(f"num_microbatches must be 'auto' or at least 1, got {num_microbatches}.")
         check_load_metric(load)
@@ -104,9 +96,6 @@ class DynMoStrategy(ParallelStrategy):
         self.balance = balance
         self.balancer = balancer
         self.load = load
-        self.timeout = timeout
-        self.num_nodes = 1
-        self._groups: PipelineGroups | None = None
         self._runtime: PipelineRuntime | None = None
         self._steps: PipelineSteps | None = None
         self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
@@ -126,47 +115,7 @@ class DynMoStrategy(ParallelStrategy):
             raise RuntimeError("Steps can run only while the Trainer runs.")
         return self._steps
 
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether samples are divided between ranks. Not within a pipeline: all its ranks read the same batches."""
-        return False
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
-
     # Start and end
-
-    @override
-    def _configure_launcher(self) -> None:
-        # Also where the processes exist already: the launcher then checks their number and shares the cores among them.
-        assert self.cluster_environment is not None
-        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tells this process which one it is; the Trainer calls it before anything asks."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self._groups is None:
-            self._groups = create_groups(self.world_size, 1, self.root_device, self._connect)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -236,9 +185,8 @@ class DynMoStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._groups is not None:
-            self._groups.fail(exception)
-            self._groups = self._runtime = self._steps = None
+        super().on_exception(exception)
+        self._runtime = self._steps = None
 
     # Steps
 
@@ -300,42 +248,6 @@ class DynMoStrategy(ParallelStrategy):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
         return dataloader
 
-    # Communication that Lightning asks for
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._groups is not None:
-            with self._together(f"barrier {name or ''}".strip()) as groups:
-                dist.barrier(group=groups.world)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._groups is None:
-            return obj
-        values = [obj]
-        with self._together("broadcast") as groups:
-            dist.broadcast_object_list(values, src=src, group=groups.world)
-        return values[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns the value as it is: every rank of a pipeline has the same."""
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensor as it is, as on one device: every rank of a pipeline has the same."""
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._groups is None:
-            return decision
-        vote = torch.tensor([int(decision)])
-        with self._together("decision") as groups:
-            dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=groups.world)
-        return bool(vote.item())
-
     # Checkpoints
 
     @override
@@ -375,17 +287,6 @@ class DynMoStrategy(ParallelStrategy):
 
     # Inside
 
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    def _connect(self, store: Store | None) -> None:
-        assert self.cluster_environment is not None
-        backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
-        options: dict[str, Any] = {} if store is None else {"store": store}
-        init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, **options)
-
     def _plan(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of the pipeline, in plain types."""
         if self._runtime is None:
@@ -401,22 +302,9 @@ class DynMoStrategy(ParallelStrategy):
                 return assignment
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], self.world_size)
 
-    def _together(self, doing: str) -> AbstractContextManager[PipelineGroups]:
-        """Guards what all ranks do together; refuses it inside step methods, which run on the last stage alone."""
-        assert self._groups is not None
-        if self._steps is not None and self._steps.running:
-            raise RuntimeError(
-                f"A step method called for a {doing} between ranks, but step methods run on the last stage only. Call "
-                "it from a hook such as on_train_batch_end instead."
-            )
-        failed = sys.exc_info()[1]
-        if failed is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED:
-            self.on_exception(failed)
-            raise PipelineError(
-                f"{failed} (After that, a callback asked for a {doing} between ranks, such as for a checkpoint, which "
-                "is not possible once a rank has failed. Save checkpoints while training goes on.)"
-            )
-        return self._groups.guard(doing)
+    @override
+    def _in_step_method(self) -> bool:
+        return self._steps is not None and self._steps.running
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with self._together("clipping of gradients") as groups:

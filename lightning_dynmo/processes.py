@@ -1,0 +1,168 @@
+"""The processes of a pipeline, as Lightning sees them: which there are, and what they do together."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dynmo._lightning import ScriptLauncher, init_dist_connection
+from lightning_dynmo.pipeline import PipelineError, PipelineGroups, create_groups
+from lightning_dynmo.pipeline._torch import Store
+
+T = TypeVar("T")
+
+
+class PipelineProcesses(ParallelStrategy):
+    """Starts the processes, knows their ranks, and does what Lightning asks of all of them at once.
+
+    All ranks of a pipeline read the same batches and have the same values, so what other strategies reduce or gather
+    over ranks stays as it is here.
+
+    Args:
+        timeout: Longest wait for another rank.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Reads and writes checkpoint files.
+        precision_plugin: Set by the Trainer.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.timeout = timeout
+        self.num_nodes = 1
+        self._groups: PipelineGroups | None = None
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samples are divided between ranks. Not within a pipeline: all its ranks read the same batches."""
+        return False
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @override
+    def _configure_launcher(self) -> None:
+        # Also where the processes exist already: the launcher then checks their number and shares the cores among them.
+        assert self.cluster_environment is not None
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells this process which one it is; the Trainer calls it before anything asks."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._groups is None:
+            self._groups = create_groups(self.world_size, 1, self.root_device, self._connect)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._groups is not None:
+            self._groups.fail(exception)
+            self._groups = None
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._groups is not None:
+            with self._together(f"barrier {name or ''}".strip()) as groups:
+                dist.barrier(group=groups.world)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._groups is None:
+            return obj
+        values = [obj]
+        with self._together("broadcast") as groups:
+            dist.broadcast_object_list(values, src=src, group=groups.world)
+        return values[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns the value as it is: every rank of a pipeline has the same."""
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensor as it is, as on one device: every rank of a pipeline has the same."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._groups is None:
+            return decision
+        vote = torch.tensor([int(decision)])
+        with self._together("decision") as groups:
+            dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=groups.world)
+        return bool(vote.item())
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _in_step_method(self) -> bool:
+        """Returns whether a step method of the user is running, which happens on the last stage alone."""
+        return False
+
+    def _connect(self, store: Store | None) -> None:
+        assert self.cluster_environment is not None
+        backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+        options: dict[str, Any] = {} if store is None else {"store": store}
+        init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, **options)
+
+    def _together(self, doing: str) -> AbstractContextManager[PipelineGroups]:
+        """Guards what all ranks do together; refuses it inside step methods, which run on the last stage alone."""
+        assert self._groups is not None
+        if self._in_step_method():
+            raise RuntimeError(
+                f"A step method called for a {doing} between ranks, but step methods run on the last stage only. Call "
+                "it from a hook such as on_train_batch_end instead."
+            )
+        failed = sys.exc_info()[1]
+        if failed is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            self.on_exception(failed)
+            raise PipelineError(
+                f"{failed} (After that, a callback asked for a {doing} between ranks, such as for a checkpoint, which "
+                "is not possible once a rank has failed. Save checkpoints while training goes on.)"
+            )
+        return self._groups.guard(doing)
