@@ -6,6 +6,7 @@ from lightning_dynmo.callbacks import (
     LayerFreezingCallback,
     PipeTransformerRule,
     RebalanceCallback,
+    layers_of,
 )
 from lightning_dynmo.data import TextDataModule
 from lightning_dynmo.models import GPT
@@ -30,4 +31,5 @@ __all__ = [
     "PipelineModule",
     "RebalanceCallback",
     "TextDataModule",
+    "layers_of",
 ]

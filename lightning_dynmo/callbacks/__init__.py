@@ -1,6 +1,6 @@
 """One callback per scheme that changes the model while it trains; each has the pipeline rebalanced."""
 
-from lightning_dynmo.callbacks.base import DynamismCallback
+from lightning_dynmo.callbacks.base import DynamismCallback, layers_of
 from lightning_dynmo.callbacks.freezing import FreezingRule, LayerFreezingCallback, PipeTransformerRule
 from lightning_dynmo.callbacks.rebalance import RebalanceCallback
 
@@ -10,4 +10,5 @@ __all__ = [
     "LayerFreezingCallback",
     "PipeTransformerRule",
     "RebalanceCallback",
+    "layers_of",
 ]
