@@ -5,8 +5,8 @@ model. Between windows of its steps, in the same processes, a hand-written loop 
 `PipelineStage` and `Schedule1F1B` on the same layers, microbatches, data loader and optimizer, without Lightning and
 without this library. A window runs from the begin of its first step to the begin of the step after its last, so that
 whatever the Trainer does between steps counts too. The Trainer logs the loss and has no progress bar, logger or
-checkpoints, as the loop has none. `strategy_over_loop` is the shortest window of the one over the shortest of the
-other: whatever else the machine does only ever makes a window longer.
+checkpoints, as the loop has none. `strategy_over_loop` is the median over rounds of the quotient of the two windows,
+since they follow each other and find the machine equally busy.
 
 `rebalance_share` is the share of the time that goes into rebalancing at every 100th step. It counts what a measured
 step costs more than a plain one, the plan, the move of one layer to the other rank and back again, and what the first
@@ -240,8 +240,8 @@ def report(stopwatch: Stopwatch) -> None:
     print(table(f"Windows of {STEPS_PER_WINDOW} steps: one step", WINDOW_COLUMNS, stopwatch.windows))
     if stopwatch.rebalances:
         print(table("Rebalances: what they add", REBALANCE_COLUMNS, stopwatch.rebalances))
-    loop_s, strategy_s = (min(row[column] for row in stopwatch.windows) for column in (1, 2))
-    print(ratio("strategy_over_loop", strategy_s / loop_s))
+    quotients = [strategy_s / loop_s for _, loop_s, strategy_s in stopwatch.windows]
+    print(ratio("strategy_over_loop", statistics.median(quotients)))
     if stopwatch.rebalances:
         step_s = statistics.median(row[1] for row in stopwatch.rebalances)
         rebalance_s = statistics.median(sum(row[2:]) for row in stopwatch.rebalances)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -90,17 +90,24 @@ class LayerTimer:
         return sum(self._seconds(begin, end) for begin, end in self._busy)
 
     def forward_s(self, layer: int) -> float:
-        """Returns the seconds per iteration of a layer's forward: its median microbatch times their number.
-
-        The median, since another process of the same machine may take the core away for the length of one microbatch.
-        """
+        """Returns the seconds per iteration of a layer's forward, over all microbatches."""
         times = [sum(self._seconds(*span) for span in spans) for spans in self._forward[layer].values()]
-        return statistics.median(times) * len(times) if times else 0.0
+        return self._total(times)
 
     def backward_s(self, layer: int) -> float:
-        """Returns the seconds per iteration of a layer's backward, in the same way; 0 if none ran."""
+        """Returns the seconds per iteration of a layer's backward, over all microbatches; 0 if none ran."""
         times = [self._backward_of(layer, microbatch) for microbatch in self._backward]
-        return statistics.median(times) * len(times) if times else 0.0
+        return self._total(times)
+
+    def _total(self, times: Sequence[float]) -> float:
+        """Returns the sum over microbatches; on the CPU, their lower quartile times their number.
+
+        Other processes of the machine take the core away in the middle of a layer, which only ever adds time, and for
+        many microbatches where there are more ranks than cores.
+        """
+        if self._on_cuda or not times:
+            return math.fsum(times)
+        return sorted(times)[(len(times) - 1) // 4] * len(times)
 
     def _backward_of(self, layer: int, microbatch: int) -> float:
         arrivals = self._arrivals[microbatch]

@@ -34,7 +34,7 @@ def own(base: type) -> list[type]:
         for found in subclasses(base)
         if found.__module__.startswith(names)
         and not inspect.isabstract(found)
-        and getattr(sys.modules[found.__module__], found.__name__) is found  # not what a slotted dataclass was made from
+        and getattr(sys.modules[found.__module__], found.__name__) is found
     ]
 
 
