@@ -81,7 +81,7 @@ def tables_of(output: str) -> dict[str, list[dict[str, str]]]:
     for block in output.split("== ")[1:]:
         title, header, *lines = block.split("\n\n")[0].splitlines()
         names = header.split()
-        tables[title.split()[0].rstrip(",")] = [dict(zip(names, line.split(), strict=True)) for line in lines]
+        tables[title.split()[0].rstrip(",:")] = [dict(zip(names, line.split(), strict=True)) for line in lines]
     return tables
 
 
