@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.optim import Optimizer
 
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
-from lightning_dynmo.pipeline.borders import infer_borders, signature_of
+from lightning_dynmo.pipeline.borders import Border, infer_borders, signature_of
 from lightning_dynmo.pipeline.exchange import Profile, agree_on, gather_profile
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.microbatches import Inputs
@@ -33,6 +33,8 @@ from lightning_dynmo.planning import (
     predict,
 )
 from lightning_dynmo.profiling import LayerTimer
+
+T = TypeVar("T")
 
 _MAX_PREPARED = 4
 """Shapes for which stages are kept ready."""
@@ -105,6 +107,7 @@ class PipelineRuntime:
         self._precision_context = precision_context
         self._profile_next = False
         self._prepared: OrderedDict[tuple[Any, ...], _Prepared] = OrderedDict()
+        self._borders: OrderedDict[tuple[Any, ...], list[Border]] = OrderedDict()
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -257,7 +260,7 @@ class PipelineRuntime:
         if key in self._prepared:
             self._prepared.move_to_end(key)
             return self._prepared[key]
-        borders = infer_borders(self.chain, inputs[0], self._precision_context)
+        borders = self._borders_for(key[-1], inputs[0])
         groups, stage_index = self.groups, self.groups.pp_rank
         layers = self.assignment.layers_of(stage_index)
         module = StageModule(
@@ -270,7 +273,17 @@ class PipelineRuntime:
         )
         stage = Stage(module, stage_index, borders, groups)
         prepared = _Prepared(module, stage, build_schedule(schedule, stage, len(inputs), module.loss))
-        self._prepared[key] = prepared
-        if len(self._prepared) > _MAX_PREPARED:
-            self._prepared.popitem(last=False)
+        _keep(self._prepared, key, prepared)
         return prepared
+
+    def _borders_for(self, signature: tuple[Any, ...], inputs: Inputs) -> list[Border]:
+        """Returns what crosses between layers, which does not depend on where the layers are."""
+        if signature not in self._borders:
+            _keep(self._borders, signature, infer_borders(self.chain, inputs, self._precision_context))
+        return self._borders[signature]
+
+
+def _keep(cache: OrderedDict[tuple[Any, ...], T], key: tuple[Any, ...], value: T) -> None:
+    cache[key] = value
+    if len(cache) > _MAX_PREPARED:
+        cache.popitem(last=False)
