@@ -154,6 +154,16 @@ class TextDataModule(LightningDataModule):
             raise RuntimeError("TextDataModule has no data yet; call `setup()` first.")
         return self._dataloader(self._val, shuffle=False) if self._val is not None else []
 
+    @override
+    def test_dataloader(self) -> DataLoader[Window] | list[DataLoader[Window]]:
+        """Loads the validation windows: the held-out text serves tests and predictions, too."""
+        return self.val_dataloader()
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Window] | list[DataLoader[Window]]:
+        """Loads the validation windows."""
+        return self.val_dataloader()
+
     def _dataloader(self, windows: ByteWindows, shuffle: bool) -> DataLoader[Window]:
         return DataLoader(
             windows,

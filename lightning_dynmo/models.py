@@ -82,6 +82,16 @@ class GPT(PipelineModule):
         self.log("val_loss", self._loss(batch), prog_bar=True)
 
     @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self._loss(batch))
+
+    @override
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Returns the most likely next token at every position, ``[B, T]``."""
+        logits: Tensor = self(batch[0])
+        return logits.argmax(dim=-1)
+
+    @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Sets up AdamW with a linear warm-up and a cosine decay.
 

@@ -4,14 +4,44 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dynmo.ownership import has_shells
+from lightning_dynmo.planning import Balancer
+
+
+def check_types(num_microbatches: Any, schedule: Any, balance: Any, balancer: Any, timeout: Any) -> None:
+    """Checks the types of the strategy's arguments, which would otherwise be found out in the middle of a run.
+
+    Raises:
+        TypeError: If one is of another type; says what to write.
+        ValueError: If there are less than 1 microbatches.
+    """
+    whole = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
+    if not whole and num_microbatches != "auto":
+        raise TypeError(f"num_microbatches must be a whole number or 'auto', such as 8, got {num_microbatches!r}.")
+    if whole and num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1 or 'auto', got {num_microbatches}.")
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule must be a name, such as '1f1b', got {schedule!r}.")
+    if not isinstance(balance, str | list | tuple):
+        raise TypeError(f"balance must be a name, such as 'uniform', or a list, such as [3, 4, 3], got {balance!r}.")
+    if balancer is not None and not isinstance(balancer, Balancer):
+        raise TypeError(f"balancer must be a Balancer, such as PartitionBalancer(), got {balancer!r}.")
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a timedelta, such as timedelta(minutes=30), got {timeout!r}.")
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -60,4 +90,9 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Pre
             raise ValueError(
                 f"{type(callback).__name__} copies the whole model on every rank, which a pipeline does not hold. "
                 "Remove it, and average checkpoints after training instead."
+            )
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            raise ValueError(
+                f"{type(callback).__name__} puts the whole model back in the middle of a run, which no rank of a "
+                "pipeline holds. Search on one device without DynMoStrategy, and set the value found."
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torchmetrics.metric
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
@@ -14,6 +15,7 @@ from torchmetrics import Metric
 from lightning_dynmo.module import check_call
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline.microbatches import Inputs, merge_outputs, weighted_mean
+from lightning_dynmo.sideeffects import SideEffects, Watch, apply, without_graph
 
 
 @dataclass(slots=True)
@@ -46,12 +48,14 @@ class StepResult:
         weight: Sum of the weights that training steps returned; None where they returned none.
         logged: Logged values, in the order in which they were first logged.
         metrics: New state of the torchmetrics objects that were updated, by attribute.
+        effects: What else the steps have changed.
     """
 
     output: Any
     weight: float | None
     logged: tuple[LoggedValue, ...]
     metrics: dict[str, dict[str, Any]]
+    effects: SideEffects
 
 
 class StepMethod:
@@ -95,6 +99,7 @@ class StepMethod:
         self._logged: dict[str, LoggedValue] = {}
         self._metrics = _metrics_of(module, chain)
         self._before = {name: _snapshot(metric) for name, metric in self._metrics.items()}
+        self._watch = Watch(module, chain)
 
     def __call__(self, index: int, output: Any) -> Any:
         """Runs the step method on microbatch `index`; returns the loss to run backward from, in training."""
@@ -102,6 +107,11 @@ class StepMethod:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal called
+            if called and self._name == "training_step":
+                raise ValueError(
+                    "training_step called self(...) twice, but the pipeline runs once per microbatch, so both calls "
+                    "would return the same. Put what is to run twice into one batch, and call self(...) once."
+                )
             called = True
             if self._check_inputs:
                 check_call(self._chain, self._name, self._inputs[index], args, kwargs)
@@ -115,18 +125,19 @@ class StepMethod:
         finally:
             del attributes["forward"], attributes["log"]
             attributes.update(own)
-        if not called:
-            raise ValueError(
-                f"{self._name} did not call self(...), so it does not use what the pipeline has computed. Call "
-                "self(...) in it instead of single layers."
-            )
         if self._name == "training_step":
+            if not called:
+                raise ValueError(
+                    "training_step did not call self(...), so it does not use what the pipeline has computed. Call "
+                    "self(...) in it instead of single layers."
+                )
             return self._scaled_loss(result)
-        self._outputs.append(_detached(result))
+        self._outputs.append(without_graph(result))
         return output
 
     def result(self) -> StepResult:
         """Returns what all microbatches made, once all have run."""
+        self._check_shells()
         weights = self._weights or None
         return StepResult(
             output=merge_outputs(self._outputs, weights),
@@ -137,7 +148,17 @@ class StepMethod:
                 for name, metric in self._metrics.items()
                 if metric.update_count != self._before[name]["_update_count"]
             },
+            effects=self._watch.changes(),
         )
+
+    def _check_shells(self) -> None:
+        for index in range(len(self._chain)):
+            if not self._chain.owns(index) and any(p.grad is not None for p in self._chain.parameters(index)):
+                raise ValueError(
+                    f"The loss that {self._name} returned depends on parameters of {self._chain.name(index)} directly, "
+                    "not through self(...), but that layer lives on another rank. Compute the loss from the output "
+                    "alone; for an L2 term, set the optimizer's weight_decay."
+                )
 
     def _scaled_loss(self, result: Any) -> Tensor:
         loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -155,7 +176,7 @@ class StepMethod:
         weight = result.get("weight") if isinstance(result, Mapping) else None
         if (weight is not None) != (len(self._weights) == len(self._outputs)) and self._outputs:
             raise ValueError("training_step returned a 'weight' for some microbatches only; return it for all or none.")
-        self._outputs.append(_detached(result))
+        self._outputs.append(without_graph(result))
         if weight is None:
             return loss / self._num_losses
         self._weights.append(float(weight))
@@ -194,6 +215,8 @@ def replay(module: LightningModule, chain: LayerChain, result: StepResult, batch
     metrics = _metrics_of(module, chain)
     for name, state in result.metrics.items():
         _apply(metrics[name], state)
+    if not chain.owns(len(chain) - 1):
+        apply(module, chain, result.effects)
     for entry in result.logged:
         size = sum(entry.batch_sizes) or batch_size
         if entry.metric is not None:
@@ -210,11 +233,32 @@ def replay(module: LightningModule, chain: LayerChain, result: StepResult, batch
 
 
 def prepare_metrics(module: LightningModule, chain: LayerChain, device: torch.device) -> None:
-    """Moves the module's own torchmetrics objects to the device and keeps them from adding up equal copies of ranks."""
+    """Moves the module's own torchmetrics objects to the device."""
     for metric in _metrics_of(module, chain).values():
         metric.to(device)
-        metric.sync_on_compute = False
-        metric._to_sync = False  # which a metric derives from the former when it is made
+
+
+class LocalMetrics:
+    """Keeps torchmetrics from gathering over ranks: all ranks of a pipeline hold the same state already.
+
+    Gathered, it would count once per stage; and a metric that a step method makes for itself would wait for ranks that
+    never come. That holds for every metric, wherever it is made, so the function that gathers is replaced for a while.
+    """
+
+    def __init__(self) -> None:
+        self._gather: Any = None
+
+    def begin(self) -> None:
+        """Replaces the function; does nothing if that is done already."""
+        if self._gather is None:
+            self._gather = vars(torchmetrics.metric)["gather_all_tensors"]
+            vars(torchmetrics.metric)["gather_all_tensors"] = lambda result, group=None: [result]
+
+    def end(self) -> None:
+        """Puts the function back."""
+        if self._gather is not None:
+            vars(torchmetrics.metric)["gather_all_tensors"] = self._gather
+            self._gather = None
 
 
 def _reduced(values: Sequence[float], weights: Sequence[float] | None, reduce_fx: Any) -> Tensor:
@@ -274,14 +318,3 @@ def _apply(metric: Metric, changes: dict[str, Any]) -> None:
             value = value.to(metric.device)
         setattr(metric, key, value)
     metric._computed = None
-
-
-def _detached(result: Any) -> Any:
-    """Returns a step's result without graph, on the CPU, so that it can be told to other ranks."""
-    if isinstance(result, Tensor):
-        return result.detach().cpu()
-    if isinstance(result, Mapping):
-        return {key: _detached(value) for key, value in result.items()}
-    if isinstance(result, tuple | list):
-        return type(result)(_detached(value) for value in result)
-    return result

@@ -34,8 +34,9 @@ def check_same_batch(batch: Any, groups: PipelineGroups) -> None:
         if isinstance(leaf, Tensor):
             digest.update(repr((leaf.shape, leaf.dtype)).encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
+        else:  # other objects may differ in nothing but their address
+            plain = isinstance(leaf, str | bytes | int | float | bool | None)
+            digest.update(repr(leaf if plain else type(leaf)).encode())
     digests = groups.gather(digest.hexdigest())
     strange = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if strange:

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning_dynmo.module import pipeline_inputs
 from lightning_dynmo.pipeline import (
     GradientWindow,
+    PipelineError,
     PipelineRuntime,
     batch_size_of,
     check_num_microbatches,
@@ -47,7 +48,15 @@ class PipelineSteps:
         self._first_of_loop = True
 
     def train(
-        self, batch: Any, args: tuple[Any, ...], step: int, *, num_batches: int, starts_window: bool, measure: bool
+        self,
+        batch: Any,
+        args: tuple[Any, ...],
+        step: int,
+        *,
+        num_batches: int,
+        starts_window: bool,
+        ends_window: bool,
+        measure: bool,
     ) -> Any:
         """Runs ``training_step`` with forward and backward; gradients stay aside until the window places them.
 
@@ -57,6 +66,7 @@ class PipelineSteps:
             step: Number of the batch since training began, for random numbers.
             num_batches: Batches per optimizer step.
             starts_window: Whether this is the first of them.
+            ends_window: Whether this is the last of them.
             measure: Whether the batch is measured, whatever callbacks ask.
 
         Returns:
@@ -74,6 +84,7 @@ class PipelineSteps:
         measured = runtime.profile
         num_losses = num_microbatches * num_batches
         output, weight = self._run("training_step", batch, args, num_microbatches, step, num_losses)
+        runtime.accumulating = not ends_window
         self.window.end_batch(None if weight is None else weight / num_losses)
         if runtime.profile is not measured:
             self._log_profile()
@@ -125,9 +136,15 @@ class PipelineSteps:
             finally:
                 self.running = False
             last = groups.pp_size - 1
-            result: StepResult = groups.share_from(last, method.result() if groups.is_last else None)
+            result: StepResult = groups.share_from(last, self._result(method, name) if groups.is_last else None)
         batch_size = batch_size_of(batch) if num_microbatches > 1 else None
         return replay(module, runtime.chain, result, batch_size), result.weight
+
+    def _result(self, method: StepMethod, name: str) -> StepResult:
+        try:
+            return method.result()
+        except Exception as error:
+            raise PipelineError(f"rank {self.runtime.groups.global_rank}, {name}: {error}") from error
 
     def _log_profile(self) -> None:
         runtime = self.runtime

@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,8 +35,8 @@ from lightning_dynmo.pipeline import (
 )
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
 from lightning_dynmo.processes import PipelineProcesses
-from lightning_dynmo.refusals import refuse_optimizers, refuse_unsupported
-from lightning_dynmo.replay import prepare_metrics
+from lightning_dynmo.refusals import check_types, refuse_optimizers, refuse_unsupported
+from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table
 from lightning_dynmo.sameness import share_random_state
 from lightning_dynmo.steps import PipelineSteps
@@ -68,6 +69,7 @@ class DynMoStrategy(PipelineProcesses):
         precision_plugin: Set by the Trainer.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If an argument has a value that cannot work.
     """
 
@@ -88,8 +90,7 @@ class DynMoStrategy(PipelineProcesses):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(timeout, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        if num_microbatches != "auto" and num_microbatches < 1:
-            raise ValueError(f"num_microbatches must be 'auto' or at least 1, got {num_microbatches}.")
+        check_types(num_microbatches, schedule, balance, balancer, timeout)
         check_load_metric(load)
         self.schedule = check_schedule(schedule)
         self.num_microbatches = num_microbatches
@@ -98,6 +99,8 @@ class DynMoStrategy(PipelineProcesses):
         self.load = load
         self._runtime: PipelineRuntime | None = None
         self._steps: PipelineSteps | None = None
+        self._local_metrics = LocalMetrics()
+        self._example_input: Any = None
         self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
         self._saved: Mapping[str, Any] = {}
 
@@ -129,6 +132,9 @@ class DynMoStrategy(PipelineProcesses):
         refuse_unsupported(trainer, module, self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING and self.num_microbatches != "auto":
             check_num_microbatches(self.schedule, self.num_microbatches, self.world_size)
+        if module.example_input_array is not None:
+            rank_zero_warn("example_input_array is not used, since no rank of a pipeline can run the whole model.")
+            self._example_input, module.example_input_array = module.example_input_array, None
         layers = pipeline_layers(module)
         self.model = self.precision_plugin.convert_module(module)
         chain = LayerChain(module, layers)
@@ -147,6 +153,7 @@ class DynMoStrategy(PipelineProcesses):
         with self._groups.guard("distribution of the layers"):
             self._runtime.distribute()
         prepare_metrics(module, chain, self.root_device)
+        self._local_metrics.begin()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -181,6 +188,9 @@ class DynMoStrategy(PipelineProcesses):
                     optimizer.load_state_dict(state)
             self._saved, self._microbatches = self._plan(), self.steps.num_microbatches
             self._runtime = self._steps = None
+        self._local_metrics.end()
+        if self._example_input is not None and self.lightning_module is not None:
+            self.lightning_module.example_input_array = self._example_input
         super().teardown()
 
     @override
@@ -194,6 +204,8 @@ class DynMoStrategy(PipelineProcesses):
     def training_step(self, batch: Any, *args: Any) -> Any:
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         step, num_batches = loop.total_batch_idx, trainer.accumulate_grad_batches
+        if loop.batch_idx == 0:
+            self.steps.begin_loop()
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         return self.steps.train(
             batch,
@@ -201,6 +213,7 @@ class DynMoStrategy(PipelineProcesses):
             step,
             num_batches=num_batches,
             starts_window=loop.batch_idx % num_batches == 0,
+            ends_window=not trainer.fit_loop._should_accumulate(),
             measure=step == 1 or (every > 0 and (step + 1) % every == 0),
         )
 

@@ -57,7 +57,8 @@ def gather_optimizer_state(
     if not groups.is_first:
         return {}
     state_dict: dict[str, Any] = optimizer.state_dict()
-    state_dict["state"] = dict(sorted({**state_dict["state"], **fetched}.items()))
+    if "state" in state_dict:  # not where configure_optimizers returned None
+        state_dict["state"] = dict(sorted({**state_dict["state"], **fetched}.items()))
     return state_dict
 
 
@@ -71,8 +72,10 @@ def load_optimizer_state(chain: LayerChain, optimizer: Optimizer, state_dict: Ma
         for parameter in chain.parameters(index)
         if id(parameter) in positions
     }
-    state = {position: value for position, value in state_dict["state"].items() if position not in away}
-    optimizer.load_state_dict({**state_dict, "state": state})
+    if "state" in state_dict:
+        state = {position: value for position, value in state_dict["state"].items() if position not in away}
+        state_dict = {**state_dict, "state": state}
+    optimizer.load_state_dict(dict(state_dict))
 
 
 def _fetch(

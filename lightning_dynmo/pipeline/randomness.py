@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -20,8 +22,7 @@ def keyed_randomness(device: torch.device, *key: int) -> Iterator[None]:
         device: Device of the computation; its generator is seeded along with the CPU's.
         *key: Whole numbers, such as seed, step, layer and microbatch.
     """
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
+    seed = _seed_from(key)
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -33,3 +34,26 @@ def keyed_randomness(device: torch.device, *key: int) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def keyed_python_randomness(*key: int) -> Iterator[None]:
+    """Does for the generators of Python and numpy what `keyed_randomness` does for torch's, once for a whole step.
+
+    What layers and step methods draw from them, on some ranks only, does not put the ranks' data out of step. The
+    numbers themselves depend on where the layers run; torch's do not.
+    """
+    states = random.getstate(), np.random.get_state()
+    seed = _seed_from(key)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _seed_from(key: tuple[int, ...]) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

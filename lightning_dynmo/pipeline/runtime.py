@@ -19,6 +19,7 @@ from lightning_dynmo.pipeline.exchange import Profile, agree_on, gather_profile
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.pipeline.migration import Migration, make_whole, migrate
+from lightning_dynmo.pipeline.randomness import keyed_python_randomness
 from lightning_dynmo.pipeline.schedules import build_schedule
 from lightning_dynmo.pipeline.stage import LastStep, Stage, StageModule
 from lightning_dynmo.planning import (
@@ -105,6 +106,7 @@ class PipelineRuntime:
         self._schedule = schedule
         self._seed = seed
         self._precision_context = precision_context
+        self.accumulating = False
         self._profile_next = False
         self._prepared: OrderedDict[tuple[Any, ...], _Prepared] = OrderedDict()
         self._borders: OrderedDict[tuple[Any, ...], list[Border]] = OrderedDict()
@@ -187,7 +189,8 @@ class PipelineRuntime:
         prepared = self._prepare(inputs, self._schedule)
         prepared.module.prepare(inputs, last_step, (self._seed, step), timer)
         numbers = torch.arange(len(inputs))
-        with nullcontext() if timer is None else timer.step():
+        measured = nullcontext() if timer is None else timer.step()
+        with keyed_python_randomness(self._seed, step), measured:
             prepared.schedule.step(target=numbers, return_outputs=False, microbatch=numbers)
         prepared.module.finish()
         if timer is not None:
@@ -201,7 +204,8 @@ class PipelineRuntime:
         prepared = self._prepare(inputs, "gpipe")
         prepared.module.prepare(inputs, last_step, (self._seed, step), None)
         numbers = torch.arange(len(inputs))
-        prepared.schedule.eval(target=numbers, microbatch=numbers)
+        with keyed_python_randomness(self._seed, step):
+            prepared.schedule.eval(target=numbers, microbatch=numbers)
         prepared.stage.clear_runtime_states()  # torch keeps the activations until the next batch of this shape
         prepared.module.finish()
 
@@ -247,6 +251,11 @@ class PipelineRuntime:
         return migration
 
     def _migrate(self, assignment: Assignment) -> Migration:
+        if self.accumulating:
+            raise RuntimeError(
+                "Layers can move only between optimizer steps, but gradients are being accumulated now and would be "
+                "lost. Move them after the last batch of the step, when trainer.global_step has changed."
+            )
         moves = moves_between(self.assignment, assignment)
         self._prepared.clear()
         with self.groups.guard("move of layers"):
