@@ -99,10 +99,12 @@ class StepMethod:
         self._logged: dict[str, LoggedValue] = {}
         self._metrics = _metrics_of(module, chain)
         self._before = {name: _snapshot(metric) for name, metric in self._metrics.items()}
-        self._watch = Watch(module, chain)
+        self._watch: Watch | None = None
 
     def __call__(self, index: int, output: Any) -> Any:
         """Runs the step method on microbatch `index`; returns the loss to run backward from, in training."""
+        if self._watch is None:  # on the last stage, where steps run
+            self._watch = Watch(self._module, self._chain)
         called = False
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -137,6 +139,7 @@ class StepMethod:
 
     def result(self) -> StepResult:
         """Returns what all microbatches made, once all have run."""
+        assert self._watch is not None
         self._check_shells()
         weights = self._weights or None
         return StepResult(
