@@ -22,8 +22,8 @@ from torchmetrics import Metric
 from lightning_dynmo.ownership import LayerChain
 
 _MAX_DEPTH = 3
-_SMALL = 16
-"""Elements up to which the values of a tensor are compared."""
+_MANY = 64
+"""What has more entries than these, such as a vocabulary, is not looked through: it seldom changes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +154,16 @@ _LIGHTNING_ATTRIBUTES = {*vars(LightningModule()), "forward", "log"}
 def _fingerprint(value: Any, depth: int = 0) -> Any:
     """Returns something that differs when the value has changed, without looking into large tensors and lists."""
     if isinstance(value, Tensor):
-        # Inference mode keeps no versions, and does not count what it changes in other tensors.
-        elements = tuple(value.detach().flatten().tolist()) if value.numel() <= _SMALL else None
-        return (id(value), None if value.is_inference() else value._version, elements)
+        if not value.is_inference():
+            return (id(value), value._version)
+        # Such tensors keep no versions; those that steps add to are small.
+        return (id(value), tuple(value.flatten().tolist()) if value.numel() <= _MANY else None)
     if isinstance(value, int | float | str | bool | None):
         return value
     if isinstance(value, list):
         return (id(value), len(value), id(value[-1]) if value else None)
     if depth < _MAX_DEPTH:
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and len(value) <= _MANY:
             return (id(value), tuple((key, _fingerprint(entry, depth + 1)) for key, entry in value.items()))
         if hasattr(value, "__dict__") and not isinstance(value, Metric | type):
             return (id(value), _fingerprint(vars(value), depth + 1))

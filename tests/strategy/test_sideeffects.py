@@ -204,6 +204,27 @@ class Noisy(torch.utils.data.Dataset):
         return tokens[:-1], tokens[1:]
 
 
+def test_fingerprints_tell_changes() -> None:
+    from lightning_dynmo.sideeffects import _fingerprint
+
+    def changed(value: Any, change: Any) -> bool:
+        before = _fingerprint(value)
+        change(value)
+        return _fingerprint(value) != before
+
+    with torch.inference_mode():
+        made_here = torch.zeros(3)
+        assert changed(made_here, lambda value: value.add_(1))
+        assert changed(torch.zeros(3), lambda value: value.add_(1))
+    outside = torch.zeros(1000)
+    with torch.inference_mode():
+        assert changed(outside, lambda value: value.add_(1))
+    assert changed([1], lambda value: value.append(2))
+    assert changed({"a": {"b": [1]}}, lambda value: value["a"]["b"].append(2))
+    assert changed(Meter(), lambda value: value.update(1.0))
+    assert not changed({"a": [1], "b": Meter(), "c": outside}, lambda value: value)
+
+
 def mix(rank: int) -> tuple[list[float], list[float]]:
     from lightning.pytorch import Callback
 
