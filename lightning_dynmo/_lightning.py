@@ -8,7 +8,6 @@ from typing import Any
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -18,7 +17,6 @@ __all__ = [
     "ScriptLauncher",
     "collect_rng_states",
     "init_dist_connection",
-    "optimizers_to_device",
     "set_rng_states",
 ]
 

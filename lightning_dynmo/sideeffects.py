@@ -121,7 +121,8 @@ def apply(module: LightningModule, chain: LayerChain, effects: SideEffects) -> N
         for optimizer, groups in zip(module.trainer.optimizers, effects.groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
-    module.trainer.should_stop = effects.should_stop
+    if effects.should_stop:  # a rank that wishes to stop by itself goes on wishing
+        module.trainer.should_stop = True
 
 
 def without_graph(value: Any) -> Any:
