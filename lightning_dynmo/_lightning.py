@@ -6,19 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 __all__ = [
     "ScriptLauncher",
     "collect_rng_states",
+    "gather_over",
     "init_dist_connection",
     "set_rng_states",
+    "sync_over",
 ]
+
+
+def sync_over(group: ProcessGroup, tensor: Tensor, reduce_op: Any) -> Tensor:
+    """Reduces a tensor over the ranks of a group."""
+    return _sync_ddp_if_available(tensor, group, reduce_op)
+
+
+def gather_over(group: ProcessGroup, tensor: Tensor, sync_grads: bool) -> Tensor:
+    """Gathers a tensor from the ranks of a group, in a new first dim."""
+    return _all_gather_ddp_if_available(tensor, group, sync_grads)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dynmo.ownership import LayerChain, accepted_keywords
-from lightning_dynmo.pipeline.borders import call_layer
+from lightning_dynmo.pipeline.borders import as_arguments, call_layer
 from lightning_dynmo.pipeline.microbatches import Inputs
 
 
@@ -34,7 +34,7 @@ class PipelineModule(LightningModule):
         values: tuple[Any, ...] = args
         for layer in self.layers:
             output = call_layer(layer, values, kwargs)
-            values = output if isinstance(output, tuple) else (output,)
+            values = as_arguments(output)
         return output
 
 

@@ -46,8 +46,8 @@ class LayerChain:
 
     Raises:
         TypeError: If an entry is not a module.
-        ValueError: If the chain is empty, an entry is not part of `root`, layers share parameters, or `root` has
-            trainable parameters outside the chain.
+        ValueError: If the chain is empty, an entry is not part of `root`, or `root` has trainable parameters outside
+            the chain.
     """
 
     def __init__(self, root: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -55,6 +55,7 @@ class LayerChain:
         self.layers = tuple(layers)
         _check_chain(root, self.layers)
         shared = _shared_buffers(self.layers)
+        self._users = _users_of_parameters(self.layers)
         self._stationary = [
             {name for name, buffer in layer.named_buffers() if id(buffer) in shared} for layer in self.layers
         ]
@@ -85,6 +86,28 @@ class LayerChain:
     def parameters(self, index: int) -> list[nn.Parameter]:
         """Returns the parameters of a layer in the order of ``named_parameters``."""
         return list(self.layers[index].parameters())
+
+    def owner(self, index: int, own: int) -> int:
+        """Returns the `pp_rank` that holds layer `index`.
+
+        Args:
+            index: Layer.
+            own: `pp_rank` of this rank.
+        """
+        return self._foreign.get(index, own)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Returns whether this rank has a parameter's data: it owns one of the layers that use it."""
+        return any(self.owns(index) for index in self._users.get(id(parameter), (-1,)))
+
+    def owned_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of the layers that this rank holds, in order, each once."""
+        return list(dict.fromkeys(parameter for index in self.owned for parameter in self.parameters(index)))
+
+    def tied(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Returns the parameters that several layers use, such as those of an embedding and a head, and the layers."""
+        parameters = {id(parameter): parameter for layer in self.layers for parameter in layer.parameters()}
+        return [(parameters[key], users) for key, users in self._users.items() if len(users) > 1]
 
     def tensors(self, index: int) -> list[tuple[str, Tensor]]:
         """Returns what a layer carries when it moves: parameters, then buffers that no other layer uses.
@@ -123,18 +146,19 @@ class LayerChain:
         return [(name, tensor) for name, tensor in named if id(tensor) not in inside]
 
     def let_go(self, index: int, owner: int, device: torch.device | None = None) -> None:
-        """Turns a layer into a shell, which frees its memory.
+        """Turns a layer into a shell, which frees its memory; a parameter that another own layer uses stays.
 
         Args:
             index: Layer.
             owner: The `pp_rank` that holds it now, for the error that its ``forward`` raises.
             device: Device that the shell claims to be on; by default the layer's own.
         """
+        self._foreign[index] = owner
         with torch.inference_mode(False):  # else the parameter would never again require a gradient
             for _, tensor in self.tensors(index):
-                tensor.grad = None
-                tensor.data = _shell_like(tensor, device or tensor.device)
-        self._foreign[index] = owner
+                if not (isinstance(tensor, nn.Parameter) and self.holds(tensor)):
+                    tensor.grad = None
+                    tensor.data = _shell_like(tensor, device or tensor.device)
         self._mark_shells()
 
     def take(self, index: int, tensors: Sequence[Tensor]) -> None:
@@ -152,13 +176,9 @@ class LayerChain:
 
     def resident_bytes(self) -> int:
         """Returns the bytes of parameters, buffers and gradients that this rank really holds for the chain."""
-        total = 0
-        for index in range(len(self)):
-            for _, tensor in self.tensors(index):
-                total += tensor.untyped_storage().nbytes()
-                if tensor.grad is not None:
-                    total += tensor.grad.untyped_storage().nbytes()
-        return total
+        tensors = {id(tensor): tensor for index in range(len(self)) for _, tensor in self.tensors(index)}
+        held = [part for tensor in tensors.values() for part in (tensor, tensor.grad) if part is not None]
+        return sum(part.untyped_storage().nbytes() for part in held)
 
     def static_loads(self) -> tuple[LayerLoad, ...]:
         """Returns the layers' sizes as loads without times, for plans that are made before anything was measured."""
@@ -238,13 +258,10 @@ def outside_tensors(root: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tu
             yield name, tensor
 
 
-def shared_parameters(root: nn.Module, layers: Sequence[nn.Module]) -> dict[str, list[int]]:
+def shared_parameters(root: nn.Module, layers: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
     """Returns the parameters that more than one layer uses, by name in `root`, with the indices of those layers."""
-    users: dict[int, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            users.setdefault(id(parameter), []).append(index)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
+    users = _users_of_parameters(layers)
     return {names.get(key, "?"): indices for key, indices in users.items() if len(indices) > 1}
 
 
@@ -281,6 +298,14 @@ def _holder(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     return layer.get_submodule(path), leaf
 
 
+def _users_of_parameters(layers: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    users: dict[int, tuple[int, ...]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users[id(parameter)] = (*users.get(id(parameter), ()), index)
+    return users
+
+
 def _shared_buffers(layers: Sequence[nn.Module]) -> set[int]:
     users: dict[int, int] = {}
     for layer in layers:
@@ -302,7 +327,6 @@ def _check_chain(root: nn.Module, layers: Sequence[nn.Module]) -> None:
                 "nn.Module. Wrap the function in a module whose forward calls it."
             )
     _check_layers_belong(root, layers)
-    _check_nothing_is_shared(root, layers)
     trainable = [
         name
         for name, tensor in outside_tensors(root, layers)
@@ -325,16 +349,6 @@ def _check_layers_belong(root: nn.Module, layers: Sequence[nn.Module]) -> None:
                 f"that are not part of the model: {_enumerate(strange)}. Create the layer in __init__ or "
                 "configure_model, keep it as an attribute of the model, and return that attribute."
             )
-
-
-def _check_nothing_is_shared(root: nn.Module, layers: Sequence[nn.Module]) -> None:
-    shared = shared_parameters(root, layers)
-    if shared:
-        users = "; ".join(f"{name} by layers {', '.join(map(str, indices))}" for name, indices in shared.items())
-        raise ValueError(
-            f"Layers of the pipeline share parameters: {users}. Shared (tied) parameters are not supported yet. Give "
-            "each layer parameters of its own, or make the layers that share them one layer of the chain."
-        )
 
 
 def _enumerate(names: Sequence[str], most: int = 5) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dynmo._lightning import ScriptLauncher, init_dist_connection
+from lightning_dynmo._lightning import ScriptLauncher, gather_over, init_dist_connection, sync_over
 from lightning_dynmo.pipeline import PipelineError, PipelineGroups, create_groups
 from lightning_dynmo.pipeline._torch import Store
 
@@ -30,9 +30,11 @@ class PipelineProcesses(ParallelStrategy):
     """Starts the processes, knows their ranks, and does what Lightning asks of all of them at once.
 
     All ranks of a pipeline read the same batches and have the same values, so what other strategies reduce or gather
-    over ranks stays as it is here.
+    over ranks is reduced and gathered over the replicas of the pipeline here.
 
     Args:
+        pipeline_parallel_size: Ranks of each pipeline; ``"auto"`` for as many as there are.
+        data_parallel_size: Replicas of the pipeline; ``"auto"`` for as many as there are.
         timeout: Longest wait for another rank.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -43,6 +45,8 @@ class PipelineProcesses(ParallelStrategy):
 
     def __init__(
         self,
+        pipeline_parallel_size: int | Literal["auto"],
+        data_parallel_size: int | Literal["auto"],
         timeout: timedelta,
         accelerator: Accelerator | None,
         parallel_devices: list[torch.device] | None,
@@ -51,6 +55,7 @@ class PipelineProcesses(ParallelStrategy):
         precision_plugin: Precision | None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._sizes = (pipeline_parallel_size, data_parallel_size)
         self.timeout = timeout
         self.num_nodes = 1
         self._groups: PipelineGroups | None = None
@@ -67,14 +72,42 @@ class PipelineProcesses(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks of each pipeline."""
+        return self.ranks_of_pipeline(self.world_size)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the pipeline, which train on different samples."""
+        replicas = self._sizes[1]
+        return max(1, self.world_size // self.pipeline_parallel_size) if replicas == "auto" else replicas
+
+    def ranks_of_pipeline(self, world_size: int) -> int:
+        """Returns the number of ranks in each pipeline, given how many there are in all."""
+        stages, replicas = self._sizes
+        if stages != "auto":
+            return stages
+        return world_size if replicas == "auto" else max(1, world_size // replicas)
+
+    @property
+    def pp_rank(self) -> int:
+        """Position of this rank in its pipeline."""
+        return self.global_rank // self.data_parallel_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Replica that this rank belongs to."""
+        return self.global_rank % self.data_parallel_size
+
+    @property
     def is_distributed(self) -> bool:
-        """Whether samples are divided between ranks. Not within a pipeline: all its ranks read the same batches."""
-        return False
+        """Whether samples are divided between ranks: between replicas, for a pipeline's ranks read the same batches."""
+        return self.data_parallel_size > 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.data_parallel_size, "rank": self.dp_rank}
 
     @override
     def _configure_launcher(self) -> None:
@@ -93,7 +126,9 @@ class PipelineProcesses(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._groups is None:
-            self._groups = create_groups(self.world_size, 1, self.root_device, self._connect)
+            self._groups = create_groups(
+                self.pipeline_parallel_size, self.data_parallel_size, self.root_device, self._connect
+            )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -118,13 +153,19 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns the value as it is: every rank of a pipeline has the same."""
-        return tensor
+        """Reduces over the replicas; every rank of a pipeline has the same value."""
+        if self._groups is None or self._groups.dp_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        with self._groups.guard("reduction over replicas") as groups:
+            return sync_over(groups.replicas, tensor, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensor as it is, as on one device: every rank of a pipeline has the same."""
-        return tensor
+        """Gathers from the replicas, in a new first dim; with one replica, returns the tensor as on one device."""
+        if self._groups is None or self._groups.dp_size == 1:
+            return tensor
+        with self._groups.guard("gathering from replicas") as groups:
+            return gather_over(groups.replicas, tensor, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -29,7 +29,7 @@ class LayerTimer:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._forward: dict[int, dict[int, list[tuple[Stamp, Stamp]]]] = defaultdict(lambda: defaultdict(list))
-        self._backward: dict[int, tuple[Stamp, Stamp]] = {}
+        self._backward: dict[tuple[range, int], tuple[Stamp, Stamp]] = {}
         self._arrivals: dict[int, dict[int, Stamp]] = defaultdict(dict)
         self._busy: list[tuple[Stamp, Stamp]] = []
         self._step: list[tuple[Stamp, Stamp]] = []
@@ -61,11 +61,11 @@ class LayerTimer:
                 leaf.register_hook(arrived)
 
     @contextmanager
-    def backward(self, microbatch: int) -> Iterator[None]:
-        """Times the backward of all layers of this rank for one microbatch."""
+    def backward(self, layers: range, microbatch: int) -> Iterator[None]:
+        """Times the backward of the layers of one stage for one microbatch."""
         begin = self._now()
         yield
-        self._backward[microbatch] = (begin, self._now())
+        self._backward[layers, microbatch] = (begin, self._now())
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class LayerTimer:
 
     def backward_s(self, layer: int) -> float:
         """Returns the seconds per iteration of a layer's backward, over all microbatches; 0 if none ran."""
-        times = [self._backward_of(layer, microbatch) for microbatch in self._backward]
+        times = [self._backward_of(layer, *stage) for stage in self._backward if layer in stage[0]]
         return self._total(times)
 
     def _total(self, times: Sequence[float]) -> float:
@@ -109,11 +109,11 @@ class LayerTimer:
             return math.fsum(times)
         return sorted(times)[(len(times) - 1) // 4] * len(times)
 
-    def _backward_of(self, layer: int, microbatch: int) -> float:
-        arrivals = self._arrivals[microbatch]
+    def _backward_of(self, layer: int, layers: range, microbatch: int) -> float:
+        arrivals = {index: stamp for index, stamp in self._arrivals[microbatch].items() if index in layers}
         if layer not in arrivals:
             return 0.0
-        begin, end = self._backward[microbatch]
+        begin, end = self._backward[layers, microbatch]
         # The topmost layer also answers for what comes before it: the backward of the loss.
         start = begin if layer == max(arrivals) else arrivals[layer]
         below = [index for index in arrivals if index < layer]

@@ -44,6 +44,23 @@ def check_types(num_microbatches: Any, schedule: Any, balance: Any, balancer: An
         raise TypeError(f"timeout must be a timedelta, such as timedelta(minutes=30), got {timeout!r}.")
 
 
+def check_sizes(pipeline_parallel_size: Any, data_parallel_size: Any) -> None:
+    """Checks the numbers of ranks in a pipeline and of pipelines.
+
+    Raises:
+        TypeError: If one is neither a whole number nor ``"auto"``.
+        ValueError: If one is less than 1.
+    """
+    named = {"pipeline_parallel_size": pipeline_parallel_size, "data_parallel_size": data_parallel_size}
+    for name, size in named.items():
+        if size == "auto":
+            continue
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} must be a whole number or 'auto', such as 2, got {size!r}.")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1 or 'auto', got {size}.")
+
+
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Checks that the optimizers can work on the parameters of one rank at a time.
 

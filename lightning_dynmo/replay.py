@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torchmetrics import Metric
 
 from lightning_dynmo.module import check_call
 from lightning_dynmo.ownership import LayerChain
-from lightning_dynmo.pipeline.microbatches import Inputs, merge_outputs, weighted_mean
+from lightning_dynmo.pipeline import PipelineGroups
+from lightning_dynmo.pipeline.microbatches import Inputs, batch_size_of, merge_outputs, weighted_mean
 from lightning_dynmo.sideeffects import SideEffects, Watch, apply, without_graph
 
 
@@ -27,7 +28,7 @@ class LoggedValue:
         values: One float per microbatch that logged it; empty for a metric.
         metric: Attribute of the module that holds the torchmetrics object that was logged, if one was.
         step_values: The metric's values for the microbatches alone, where it has computed them.
-        batch_sizes: ``batch_size`` arguments, where given.
+        batch_sizes: ``batch_size`` arguments, or where not given the samples of the microbatch, if known.
         options: The other arguments of ``self.log``.
     """
 
@@ -38,6 +39,30 @@ class LoggedValue:
     step_values: list[float] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
 
+    def followed_by(self, other: LoggedValue) -> LoggedValue:
+        """Returns these values and those of another replica."""
+        return replace(
+            self,
+            values=self.values + other.values,
+            step_values=self.step_values + other.step_values,
+            batch_sizes=self.batch_sizes + other.batch_sizes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What replicas tell each other of a batch.
+
+    Attributes:
+        weight: Sum of the weights that training steps returned; None where they returned none.
+        logged: Logged values, in the order in which they were first logged.
+        should_stop: Whether the Trainer is to stop.
+    """
+
+    weight: float | None
+    logged: tuple[LoggedValue, ...]
+    should_stop: bool
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -45,15 +70,13 @@ class StepResult:
 
     Attributes:
         output: Merged results of the step method, on the CPU; the loss of a training step is the batch's.
-        weight: Sum of the weights that training steps returned; None where they returned none.
-        logged: Logged values, in the order in which they were first logged.
+        shared: What is the same in all replicas.
         metrics: New state of the torchmetrics objects that were updated, by attribute.
         effects: What else the steps have changed.
     """
 
     output: Any
-    weight: float | None
-    logged: tuple[LoggedValue, ...]
+    shared: Shared
     metrics: dict[str, dict[str, Any]]
     effects: SideEffects
 
@@ -70,7 +93,7 @@ class StepMethod:
         microbatches: What the step method gets, one by one.
         arguments: Its other arguments, such as ``batch_idx``.
         inputs: What went into the pipeline.
-        num_losses: Microbatches per optimizer step, by which each loss is divided before its backward.
+        num_batches: Batches per optimizer step, over all replicas, whose losses are averaged.
         check_inputs: Whether arguments of ``self(...)`` are compared with `inputs`.
     """
 
@@ -83,7 +106,7 @@ class StepMethod:
         arguments: tuple[Any, ...],
         inputs: Sequence[Inputs],
         *,
-        num_losses: int = 1,
+        num_batches: int = 1,
         check_inputs: bool = False,
     ) -> None:
         self._module = module
@@ -92,7 +115,9 @@ class StepMethod:
         self._microbatches = microbatches
         self._arguments = arguments
         self._inputs = inputs
-        self._num_losses = num_losses
+        self._num_batches = num_batches
+        self._sizes = _sizes_of(microbatches)
+        self._index = 0
         self._check_inputs = check_inputs
         self._outputs: list[Any] = []
         self._weights: list[float] = []
@@ -105,6 +130,7 @@ class StepMethod:
         """Runs the step method on microbatch `index`; returns the loss to run backward from, in training."""
         if self._watch is None:  # on the last stage, where steps run
             self._watch = Watch(self._module, self._chain)
+        self._index = index
         called = False
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -141,11 +167,14 @@ class StepMethod:
         """Returns what all microbatches made, once all have run."""
         assert self._watch is not None
         self._check_shells()
-        weights = self._weights or None
-        return StepResult(
-            output=merge_outputs(self._outputs, weights),
-            weight=sum(weights) if weights else None,
+        shared = Shared(
+            weight=sum(self._weights) if self._weights else None,
             logged=tuple(self._logged.values()),
+            should_stop=bool(self._module.trainer.should_stop),
+        )
+        return StepResult(
+            output=merge_outputs(self._outputs, self._weights or _unless_equal(self._sizes)),
+            shared=shared,
             metrics={
                 name: _changes(metric, self._before[name])
                 for name, metric in self._metrics.items()
@@ -156,7 +185,8 @@ class StepMethod:
 
     def _check_shells(self) -> None:
         for index in range(len(self._chain)):
-            if not self._chain.owns(index) and any(p.grad is not None for p in self._chain.parameters(index)):
+            parameters = [parameter for parameter in self._chain.parameters(index) if not self._chain.holds(parameter)]
+            if any(parameter.grad is not None for parameter in parameters):
                 raise ValueError(
                     f"The loss that {self._name} returned depends on parameters of {self._chain.name(index)} directly, "
                     "not through self(...), but that layer lives on another rank. Compute the loss from the output "
@@ -180,16 +210,21 @@ class StepMethod:
         if (weight is not None) != (len(self._weights) == len(self._outputs)) and self._outputs:
             raise ValueError("training_step returned a 'weight' for some microbatches only; return it for all or none.")
         self._outputs.append(without_graph(result))
-        if weight is None:
-            return loss / self._num_losses
-        self._weights.append(float(weight))
-        return loss * (self._weights[-1] / self._num_losses)
+        if weight is not None:  # the sum over the optimizer step is divided by the sum of weights, once it is known
+            self._weights.append(float(weight))
+            return loss * self._weights[-1]
+        sizes = _unless_equal(self._sizes)
+        if sizes is None:
+            return loss / (len(self._microbatches) * self._num_batches)
+        return loss * (sizes[self._index] / sum(sizes) / self._num_batches)
 
     def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
         options = {**dict(zip(names, args, strict=False)), **options}
         options.pop("metric_attribute", None)
         entry = self._logged.setdefault(name, LoggedValue(name, options))
+        if batch_size is None and self._sizes is not None:
+            batch_size = self._sizes[self._index]
         if batch_size is not None:
             entry.batch_sizes.append(batch_size)
         if isinstance(value, Metric):
@@ -206,33 +241,51 @@ class StepMethod:
             )
 
 
-def replay(module: LightningModule, chain: LayerChain, result: StepResult, batch_size: int | None) -> Any:
-    """Repeats on this rank what a step did on the last stage, and returns the step's merged result.
+def merge_replicas(result: StepResult, parts: Sequence[Shared]) -> StepResult:
+    """Returns a replica's result with what all replicas share put together.
+
+    Args:
+        result: This replica's.
+        parts: What each replica shares, this one among them.
+    """
+    if len(parts) == 1:
+        return result
+    logged: dict[str, LoggedValue] = {}
+    for entry in (entry for part in parts for entry in part.logged):
+        known = logged.get(entry.name)
+        logged[entry.name] = entry if known is None else known.followed_by(entry)
+    weights = [part.weight for part in parts if part.weight is not None]
+    shared = Shared(sum(weights) if weights else None, tuple(logged.values()), any(part.should_stop for part in parts))
+    return replace(result, shared=shared)
+
+
+def replay(module: LightningModule, chain: LayerChain, result: StepResult) -> None:
+    """Repeats on this rank what a step did on the last stage.
 
     Args:
         module: The user's module, inside the Lightning hook whose step ran.
         chain: The layers.
         result: What the last stage told.
-        batch_size: Samples in the batch, the weight of its logged values where the user gave none.
     """
     metrics = _metrics_of(module, chain)
     for name, state in result.metrics.items():
         _apply(metrics[name], state)
     if not chain.owns(len(chain) - 1):
         apply(module, chain, result.effects)
-    for entry in result.logged:
-        size = sum(entry.batch_sizes) or batch_size
+    if result.shared.should_stop:  # a rank that wishes to stop by itself goes on wishing
+        module.trainer.should_stop = True
+    for entry in result.shared.logged:
+        options = {**entry.options, "batch_size": sum(entry.batch_sizes) or None, "sync_dist": False}
         if entry.metric is not None:
             metric = module.get_submodule(entry.metric)
             assert isinstance(metric, Metric)
             if entry.step_values:
                 vars(metric)["_forward_cache"] = _mean(entry.step_values, None).to(module.device)
-            module.log(entry.name, metric, batch_size=size, **entry.options)
+            module.log(entry.name, metric, **options)
             continue
         weights = entry.batch_sizes if len(entry.batch_sizes) == len(entry.values) else None
-        value = _reduced(entry.values, weights, entry.options.get("reduce_fx", "mean"))
-        module.log(entry.name, value.to(module.device), batch_size=size, **entry.options)
-    return result.output
+        value = _reduced(entry.values, _unless_equal(weights), entry.options.get("reduce_fx", "mean"))
+        module.log(entry.name, value.to(module.device), **options)
 
 
 def prepare_metrics(module: LightningModule, chain: LayerChain, device: torch.device) -> None:
@@ -242,20 +295,24 @@ def prepare_metrics(module: LightningModule, chain: LayerChain, device: torch.de
 
 
 class LocalMetrics:
-    """Keeps torchmetrics from gathering over ranks: all ranks of a pipeline hold the same state already.
+    """Has torchmetrics gather over replicas only: all ranks of a pipeline hold the same state already.
 
-    Gathered, it would count once per stage; and a metric that a step method makes for itself would wait for ranks that
-    never come. That holds for every metric, wherever it is made, so the function that gathers is replaced for a while.
+    Gathered over all ranks, it would count once per stage; and a metric that a step method makes for itself would wait
+    for ranks that never come. That holds for every metric, wherever it is made, so the function that gathers is
+    replaced for a while.
     """
 
     def __init__(self) -> None:
         self._gather: Any = None
 
-    def begin(self) -> None:
+    def begin(self, groups: PipelineGroups) -> None:
         """Replaces the function; does nothing if that is done already."""
         if self._gather is None:
-            self._gather = vars(torchmetrics.metric)["gather_all_tensors"]
-            vars(torchmetrics.metric)["gather_all_tensors"] = lambda result, group=None: [result]
+            self._gather = original = vars(torchmetrics.metric)["gather_all_tensors"]
+            alone = groups.dp_size == 1
+            vars(torchmetrics.metric)["gather_all_tensors"] = lambda result, group=None: (
+                [result] if alone else original(result, groups.replicas)
+            )
 
     def end(self) -> None:
         """Puts the function back."""
@@ -276,6 +333,21 @@ def _reduced(values: Sequence[float], weights: Sequence[float] | None, reduce_fx
 
 def _mean(values: Sequence[float], weights: Sequence[float] | None) -> Tensor:
     return weighted_mean([torch.tensor(value, dtype=torch.float64) for value in values], weights).float()
+
+
+def _sizes_of(microbatches: Sequence[Any]) -> list[int] | None:
+    """Returns the number of samples of each microbatch; None where it is unclear, as may be if there is but one."""
+    try:
+        return [batch_size_of(microbatch) for microbatch in microbatches]
+    except ValueError:
+        if len(microbatches) > 1:
+            raise
+        return None
+
+
+def _unless_equal(weights: Sequence[int] | None) -> Sequence[float] | None:
+    """Returns weights for a mean, or None where they are equal and the plain mean will do."""
+    return None if weights is None or len(set(weights)) == 1 else [float(weight) for weight in weights]
 
 
 def _metrics_of(module: LightningModule, chain: LayerChain) -> dict[str, Metric]:

@@ -14,13 +14,16 @@ from lightning_dynmo.pipeline import PipelineGroups
 
 
 def share_random_state(groups: PipelineGroups) -> int:
-    """Gives every rank the first rank's random states, from which samplers draw, and returns its seed.
+    """Gives every rank the random states of its pipeline's first rank, from which samplers draw.
 
     With ``seed_everything`` the states are equal already. Without, each process would shuffle in its own way.
+
+    Returns:
+        The seed of the first rank of all, the same everywhere.
     """
     states, seed = groups.share_from(0, (collect_rng_states(include_cuda=False), torch.initial_seed()))
     set_rng_states(states)
-    return int(seed)
+    return int(groups.gather_replicas(seed)[0])
 
 
 def check_same_batch(batch: Any, groups: PipelineGroups) -> None:

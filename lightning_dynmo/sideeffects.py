@@ -2,7 +2,7 @@
 
 Step methods run on the last stage only. A user's module may keep things in attributes all the same, such as a list of
 outputs that ``on_validation_epoch_end`` reads, on every rank. So attributes that a step has changed are repeated, and
-so are buffers outside the chain, settings of parameter groups, and the wish to stop.
+so are buffers outside the chain and settings of parameter groups.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ class SideEffects:
         attributes: New values of the module's attributes; of a list that grew, where and by what.
         tensors: New values of tensors outside the chain, by name.
         groups: New settings of the parameter groups of each optimizer; None if none changed.
-        should_stop: Whether the Trainer is to stop.
     """
 
     attributes: dict[str, Any]
     tensors: dict[str, Tensor]
     groups: list[list[dict[str, Any]]] | None
-    should_stop: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,6 @@ class Watch:
                 if self._versions.get(name) != _fingerprint(tensor)
             },
             groups=None if groups == self._groups else groups,
-            should_stop=bool(self._module.trainer.should_stop),
         )
 
     def _told(self, name: str, value: Any) -> Any:
@@ -121,8 +118,6 @@ def apply(module: LightningModule, chain: LayerChain, effects: SideEffects) -> N
         for optimizer, groups in zip(module.trainer.optimizers, effects.groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
-    if effects.should_stop:  # a rank that wishes to stop by itself goes on wishing
-        module.trainer.should_stop = True
 
 
 def without_graph(value: Any) -> Any:

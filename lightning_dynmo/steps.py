@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -14,12 +15,27 @@ from lightning_dynmo.pipeline import (
     batch_size_of,
     check_num_microbatches,
     choose_num_microbatches,
-    largest_divisor,
+    nearest_num_microbatches,
     split_batch,
 )
 from lightning_dynmo.planning import imbalance, load_values
-from lightning_dynmo.replay import StepMethod, StepResult, replay
+from lightning_dynmo.replay import StepMethod, StepResult, merge_replicas, replay
 from lightning_dynmo.sameness import check_same_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where a training batch stands among the batches of its optimizer step.
+
+    Attributes:
+        num_batches: Batches per optimizer step.
+        starts: Whether this is the first of them.
+        ends: Whether this is the last of them.
+    """
+
+    num_batches: int
+    starts: bool
+    ends: bool
 
 
 class PipelineSteps:
@@ -28,18 +44,14 @@ class PipelineSteps:
     Args:
         module: The user's module.
         runtime: The pipeline.
-        schedule: Name of the training schedule.
         num_microbatches: Parts into which training batches are cut; None to choose by the first of them.
     """
 
-    def __init__(
-        self, module: LightningModule, runtime: PipelineRuntime, schedule: str, num_microbatches: int | None
-    ) -> None:
+    def __init__(self, module: LightningModule, runtime: PipelineRuntime, num_microbatches: int | None) -> None:
         self.module = module
         self.runtime = runtime
-        self.schedule = schedule
         self.num_microbatches = num_microbatches
-        self.window = GradientWindow()
+        self.gradients = GradientWindow(runtime.chain, runtime.groups)
         self.running = False
         self._first_of_loop = True
 
@@ -47,26 +59,16 @@ class PipelineSteps:
         """Has the next batch checked: that all ranks read the same, and that the inputs are those of ``self(...)``."""
         self._first_of_loop = True
 
-    def train(
-        self,
-        batch: Any,
-        args: tuple[Any, ...],
-        step: int,
-        *,
-        num_batches: int,
-        starts_window: bool,
-        ends_window: bool,
-        measure: bool,
-    ) -> Any:
-        """Runs ``training_step`` with forward and backward; gradients stay aside until the window places them.
+    def train(self, batch: Any, args: tuple[Any, ...], step: int, window: Window, *, measure: bool) -> Any:
+        """Runs ``training_step`` with forward and backward; gradients stay aside until `gradients` places them.
+
+        A batch of fewer samples than microbatches is cut into single samples.
 
         Args:
-            batch: The whole batch, the same on every rank.
+            batch: The whole batch, the same on every rank of the pipeline.
             args: Further arguments of ``training_step``.
             step: Number of the batch since training began, for random numbers.
-            num_batches: Batches per optimizer step.
-            starts_window: Whether this is the first of them.
-            ends_window: Whether this is the last of them.
+            window: Where the batch stands in its optimizer step.
             measure: Whether the batch is measured, whatever callbacks ask.
 
         Returns:
@@ -77,39 +79,40 @@ class PipelineSteps:
         """
         runtime = self.runtime
         num_microbatches = self._training_microbatches(batch)
-        parameters = [parameter for layer in runtime.chain.owned for parameter in runtime.chain.parameters(layer)]
-        self.window.begin_batch(parameters, starts=starts_window)
+        self.gradients.begin_batch(starts=window.starts, ends=window.ends)
         if measure:
             runtime.request_profile()
         measured = runtime.profile
-        num_losses = num_microbatches * num_batches
-        output, weight = self._run("training_step", batch, args, num_microbatches, step, num_losses)
-        runtime.accumulating = not ends_window
-        self.window.end_batch(None if weight is None else weight / num_losses)
+        num_batches = window.num_batches * runtime.groups.dp_size
+        result = self._run("training_step", batch, args, num_microbatches, step, num_batches)
+        runtime.accumulating = not window.ends
+        self.gradients.end_batch(result.shared.weight)
         if runtime.profile is not measured:
             self._log_profile()
-        return output
+        return result.output
 
     def evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs another step method; the batch may have any size. Arguments as in `train`."""
-        most = self.num_microbatches or 4 * self.runtime.groups.pp_size
-        num_microbatches = largest_divisor(batch_size_of(batch), most)
-        return self._run(name, batch, args, num_microbatches, step=args[0] if args else 0)[0]
+        most = self.num_microbatches or 4 * len(self.runtime.placement)
+        num_microbatches = 1 if most == 1 else min(most, batch_size_of(batch))
+        return self._run(name, batch, args, num_microbatches, step=args[0] if args else 0).output
 
     def _training_microbatches(self, batch: Any) -> int:
-        num_stages = self.runtime.groups.pp_size
+        runtime = self.runtime
+        num_ranks, num_stages = runtime.groups.pp_size, len(runtime.placement)
         if self.num_microbatches is None:
             batch_size = batch_size_of(batch)
-            self.num_microbatches = choose_num_microbatches(batch_size, num_stages)
+            chosen = choose_num_microbatches(batch_size, num_stages)
+            self.num_microbatches = nearest_num_microbatches(runtime.schedule, chosen, num_ranks, num_stages) or chosen
             size = batch_size // self.num_microbatches
             self.module.print(f"[dynmo] {self.num_microbatches} microbatches of {size} samples")
-        check_num_microbatches(self.schedule, self.num_microbatches, num_stages)
-        return self.num_microbatches
+        check_num_microbatches(runtime.schedule, self.num_microbatches, num_ranks, num_stages)
+        return self.num_microbatches if self.num_microbatches == 1 else min(self.num_microbatches, batch_size_of(batch))
 
     def _run(
-        self, name: str, batch: Any, args: tuple[Any, ...], num_microbatches: int, step: int, num_losses: int = 1
-    ) -> tuple[Any, float | None]:
-        """Runs a step method as a pipeline; returns its merged result and the sum of its weights."""
+        self, name: str, batch: Any, args: tuple[Any, ...], num_microbatches: int, step: int, num_batches: int = 1
+    ) -> StepResult:
+        """Runs a step method as a pipeline, repeats on this rank what it did, and returns what came of it."""
         runtime, module, groups = self.runtime, self.module, self.runtime.groups
         microbatches = split_batch(batch, num_microbatches)
         inputs = [pipeline_inputs(module, runtime.chain, microbatch) for microbatch in microbatches]
@@ -124,27 +127,30 @@ class PipelineSteps:
                 microbatches,
                 args,
                 inputs,
-                num_losses=num_losses,
+                num_batches=num_batches,
                 check_inputs=check,
             )
             self.running = True
             try:
                 if name == "training_step":
-                    runtime.train(inputs, method, step)
+                    runtime.train(inputs, method, step, lambda stage: self.gradients.have_arrived(stage.parameters))
                 else:
                     runtime.evaluate(inputs, method, step)
             finally:
                 self.running = False
-            last = groups.pp_size - 1
-            result: StepResult = groups.share_from(last, self._result(method, name) if groups.is_last else None)
-        batch_size = batch_size_of(batch) if num_microbatches > 1 else None
-        return replay(module, runtime.chain, result, batch_size), result.weight
+            mine = self._result(method, name) if runtime.is_last else None
+            result: StepResult = groups.share_from(runtime.last_rank, mine)
+        replay(module, runtime.chain, result)
+        return result
 
     def _result(self, method: StepMethod, name: str) -> StepResult:
+        """Returns what the step method did here, and what it logged in all replicas."""
+        groups = self.runtime.groups
         try:
-            return method.result()
+            result = method.result()
         except Exception as error:
-            raise PipelineError(f"rank {self.runtime.groups.global_rank}, {name}: {error}") from error
+            raise PipelineError(f"rank {groups.global_rank}, {name}: {error}") from error
+        return merge_replicas(result, groups.gather_replicas(result.shared))
 
     def _log_profile(self) -> None:
         runtime = self.runtime

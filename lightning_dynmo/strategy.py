@@ -27,19 +27,20 @@ from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
     PipelineRuntime,
     check_num_microbatches,
-    check_schedule,
+    check_stages_per_rank,
     clip_grad_norm,
+    find_schedule,
     gather_optimizer_state,
     gather_state_dict,
     load_optimizer_state,
 )
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
 from lightning_dynmo.processes import PipelineProcesses
-from lightning_dynmo.refusals import check_types, refuse_optimizers, refuse_unsupported
+from lightning_dynmo.refusals import check_sizes, check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table
 from lightning_dynmo.sameness import share_random_state
-from lightning_dynmo.steps import PipelineSteps
+from lightning_dynmo.steps import PipelineSteps, Window
 
 T = TypeVar("T")
 
@@ -54,12 +55,20 @@ class DynMoStrategy(PipelineProcesses):
     returns that microbatch's output. What they log is repeated on every rank.
 
     Args:
-        num_microbatches: Equal parts into which each batch is cut. ``"auto"`` takes the largest divisor of the batch
-            size up to 4 per stage, and keeps it.
-        schedule: Order of forwards and backwards: ``"1f1b"`` or ``"gpipe"``.
+        pipeline_parallel_size: Ranks that a pipeline is spread over. ``"auto"`` takes all, or as many as
+            `data_parallel_size` leaves.
+        data_parallel_size: Pipelines side by side, which train on different samples as under DDP. ``"auto"`` takes as
+            many as `pipeline_parallel_size` leaves.
+        num_microbatches: Parts into which each batch is cut. ``"auto"`` takes up to 4 per stage, of equal size where
+            that can be, and keeps the number.
+        schedule: Order of forwards and backwards: ``"1f1b"``, ``"gpipe"``, ``"interleaved1f1b"``, ``"loopedbfs"``,
+            ``"interleavedzerobubble"``, ``"zbvzerobubble"`` or ``"dualpipev"``.
+        stages_per_rank: Stages that each rank runs, for the interleaved schedules and ``"loopedbfs"``; 2 by default.
         balance: First split: layers per stage, such as ``[3, 4, 3]``, or ``"uniform"`` for equal numbers of layers, or
             ``"parameters"`` for stages as equal in parameters as can be.
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
+        activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
+            the backward, which takes less memory and more time.
         load: What is to be equal between stages: ``"time"`` as measured, or ``"parameters"``.
         timeout: Longest wait for another rank.
         accelerator: Set by the Trainer.
@@ -77,11 +86,15 @@ class DynMoStrategy(PipelineProcesses):
 
     def __init__(
         self,
+        pipeline_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
         balance: list[int] | str = "uniform",
         balancer: Balancer | None = None,
         load: LoadMetric = "time",
+        activation_checkpointing: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -89,14 +102,26 @@ class DynMoStrategy(PipelineProcesses):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(timeout, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         check_types(num_microbatches, schedule, balance, balancer, timeout)
+        check_sizes(pipeline_parallel_size, data_parallel_size)
+        super().__init__(
+            pipeline_parallel_size,
+            data_parallel_size,
+            timeout,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
         check_load_metric(load)
-        self.schedule = check_schedule(schedule)
+        self.schedule = find_schedule(schedule)
+        self.stages_per_rank = check_stages_per_rank(self.schedule, stages_per_rank)
         self.num_microbatches = num_microbatches
         self.balance = balance
         self.balancer = balancer
         self.load = load
+        self.activation_checkpointing = activation_checkpointing
         self._runtime: PipelineRuntime | None = None
         self._steps: PipelineSteps | None = None
         self._local_metrics = LocalMetrics()
@@ -131,7 +156,8 @@ class DynMoStrategy(PipelineProcesses):
         warnings.filterwarnings("ignore", ".*sync_dist=True.*", module="lightning.*")
         refuse_unsupported(trainer, module, self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING and self.num_microbatches != "auto":
-            check_num_microbatches(self.schedule, self.num_microbatches, self.world_size)
+            num_ranks = self.pipeline_parallel_size
+            check_num_microbatches(self.schedule, self.num_microbatches, num_ranks, num_ranks * self.stages_per_rank)
         if module.example_input_array is not None:
             rank_zero_warn("example_input_array is not used, since no rank of a pipeline can run the whole model.")
             self._example_input, module.example_input_array = module.example_input_array, None
@@ -143,17 +169,19 @@ class DynMoStrategy(PipelineProcesses):
             chain,
             self._groups,
             self._first_assignment(chain),
-            schedule=self.schedule,
+            schedule=self.schedule.name,
+            stages_per_rank=self.stages_per_rank,
+            recompute=self.activation_checkpointing,
             balancer=self.balancer,
             load=self.load,
             seed=seed,
             precision_context=self.precision_plugin.forward_context,
         )
-        self._steps = PipelineSteps(module, self._runtime, self.schedule, self._microbatches)
+        self._steps = PipelineSteps(module, self._runtime, self._microbatches)
         with self._groups.guard("distribution of the layers"):
             self._runtime.distribute()
         prepare_metrics(module, chain, self.root_device)
-        self._local_metrics.begin()
+        self._local_metrics.begin(self._groups)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -207,15 +235,11 @@ class DynMoStrategy(PipelineProcesses):
         if loop.batch_idx == 0:
             self.steps.begin_loop()
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return self.steps.train(
-            batch,
-            args,
-            step,
-            num_batches=num_batches,
-            starts_window=loop.batch_idx % num_batches == 0,
-            ends_window=not trainer.fit_loop._should_accumulate(),
-            measure=step == 1 or (every > 0 and (step + 1) % every == 0),
+        window = Window(
+            num_batches, starts=loop.batch_idx % num_batches == 0, ends=not trainer.fit_loop._should_accumulate()
         )
+        measure = step == 1 or (every > 0 and (step + 1) % every == 0)
+        return self.steps.train(batch, args, step, window, measure=measure)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -223,7 +247,8 @@ class DynMoStrategy(PipelineProcesses):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.steps.window.place(last=not self._trainer.fit_loop._should_accumulate())
+        with self._together("exchange of gradients"):
+            self.steps.gradients.place()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -239,7 +264,7 @@ class DynMoStrategy(PipelineProcesses):
     @override
     def predict_step(self, batch: Any, *args: Any) -> Any:
         output = self.steps.evaluate("predict_step", batch, args)
-        return output if self.is_global_zero else None
+        return output if self.pp_rank == 0 else None
 
     @override
     def on_validation_start(self) -> None:
@@ -255,17 +280,17 @@ class DynMoStrategy(PipelineProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds workers alike on all ranks of the pipeline, so that random augmentation gives them the same samples."""
+        """Seeds workers alike on all ranks of a pipeline, so that random augmentation gives them the same samples."""
         init = getattr(dataloader, "worker_init_fn", None)
         if isinstance(init, partial) and init.func is pl_worker_init_function:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.dp_rank)  # type: ignore[attr-defined]
         return dataloader
 
     # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns on rank 0 the state of the whole model; elsewhere an empty one."""
+        """Returns on the first rank of each pipeline the state of the whole model; elsewhere an empty one."""
         if self._runtime is None:
             return super().lightning_module_state_dict()
         with self._together("gathering of the model's state") as groups:
@@ -273,7 +298,7 @@ class DynMoStrategy(PipelineProcesses):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns on rank 0 the state of the optimizer for the whole model; elsewhere an empty one."""
+        """Returns on the first rank of each pipeline the whole optimizer state; elsewhere an empty one."""
         if self._runtime is None:
             return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -308,12 +333,12 @@ class DynMoStrategy(PipelineProcesses):
 
     def _first_assignment(self, chain: LayerChain) -> Assignment:
         """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""
-        saved = self._saved.get("balance")
+        saved, num_stages = self._saved.get("balance"), self.pipeline_parallel_size * self.stages_per_rank
         if isinstance(self.balance, str) and saved is not None:
             assignment = Assignment(tuple(saved))
-            if (assignment.num_stages, assignment.num_layers) == (self.world_size, len(chain)):
+            if (assignment.num_stages, assignment.num_layers) == (num_stages, len(chain)):
                 return assignment
-        return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], self.world_size)
+        return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], num_stages)
 
     @override
     def _in_step_method(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dynmo.ownership import LayerChain, accepted_keywords, restore_forward
+from lightning_dynmo.ownership import LayerChain, accepted_keywords, restore_forward, shared_parameters
 
 
 class Layer(nn.Module):
@@ -289,13 +289,35 @@ def test_foreign_parameters_are_named() -> None:
         LayerChain(model, [model.layers[0], nn.Linear(2, 2)])
 
 
-def test_shared_parameters_are_named_with_their_layers() -> None:
+def tied_chain() -> LayerChain:
     model = Model(Layer(), Layer(), Layer())
     model.layers[2].linear.weight = model.layers[0].linear.weight
-    with pytest.raises(ValueError, match=r"share parameters: layers.0.linear.weight by layers 0, 2. Shared \(tied\)"):
-        LayerChain(model, list(model.layers))
-    with pytest.raises(ValueError, match=r"layers.0.linear.weight by layers 0, 1; layers.0.linear.bias by layers 0, 1"):
-        LayerChain(model, [model.layers[0], model.layers[0], model.layers[1]])
+    return LayerChain(model, list(model.layers))
+
+
+def test_shared_parameters_are_named_with_their_layers() -> None:
+    chain = tied_chain()
+    assert shared_parameters(chain.root, chain.layers) == {"layers.0.linear.weight": (0, 2)}
+    assert [(id(parameter), users) for parameter, users in chain.tied()] == [
+        (id(chain.layers[0].linear.weight), (0, 2))
+    ]
+
+
+def test_shared_parameter_stays_while_a_layer_that_uses_it_is_here() -> None:
+    chain = tied_chain()
+    weight, expected = chain.layers[0].linear.weight, chain.layers[0].linear.weight.detach().clone()
+    package = [tensor.detach().clone() for _, tensor in chain.tensors(2)]
+    chain.let_go(0, owner=1)
+    assert chain.holds(weight)
+    assert not chain.holds(chain.layers[0].linear.bias)
+    assert torch.equal(weight, expected)
+    assert chain.layers[0].linear.bias.isnan().all()
+    chain.let_go(2, owner=1)
+    assert not chain.holds(weight)
+    assert weight.isnan().all()
+    chain.take(2, package)
+    assert torch.equal(weight, expected)
+    assert sum(parameter is weight for parameter in chain.owned_parameters()) == 1
 
 
 def test_trainable_parameters_outside_the_chain_are_named() -> None:

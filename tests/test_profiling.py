@@ -83,7 +83,7 @@ def measure(layers: list[Any], num_microbatches: int = 3, loss_s: float = 0.0, h
                     time.sleep(loss_s)
                     out = output["logits"] if isinstance(output, dict) else values[0]
                     loss = _Sleep.apply(out, torch.zeros(()), loss_s).sum()
-            with timer.busy(), timer.backward(microbatch):
+            with timer.busy(), timer.backward(range(len(layers)), microbatch):
                 loss.backward()
     return timer
 

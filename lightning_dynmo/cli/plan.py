@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_dynmo.module import pipeline_inputs, pipeline_layers
 from lightning_dynmo.ownership import LayerChain, outside_tensors, shared_parameters
 from lightning_dynmo.pipeline import batch_size_of, check_num_microbatches, choose_num_microbatches, split_batch
-from lightning_dynmo.pipeline.borders import call_layer, infer_borders
+from lightning_dynmo.pipeline.borders import as_arguments, call_layer, infer_borders
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.planning import Assignment, initial_assignment
 from lightning_dynmo.refusals import refuse_unsupported
@@ -50,7 +50,8 @@ def plan(trainer: Trainer, module: LightningModule, datamodule: LightningDataMod
     except ValueError as error:
         refusal = error
     strategy = trainer.strategy if isinstance(trainer.strategy, DynMoStrategy) else DynMoStrategy()
-    num_stages = trainer.num_devices * trainer.num_nodes
+    num_ranks = strategy.ranks_of_pipeline(trainer.num_devices * trainer.num_nodes)
+    num_stages = num_ranks * strategy.stages_per_rank
     console.print(_layer_table(type(module).__name__, layers))
     _print_odd_parameters(console, module, layers)
     counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
@@ -68,7 +69,7 @@ def plan(trainer: Trainer, module: LightningModule, datamodule: LightningDataMod
     num_microbatches = strategy.num_microbatches
     if num_microbatches == "auto":
         num_microbatches = choose_num_microbatches(batch_size_of(batch), num_stages)
-    check_num_microbatches(strategy.schedule, num_microbatches, num_stages)
+    check_num_microbatches(strategy.schedule, num_microbatches, num_ranks, num_stages)
     inputs = pipeline_inputs(module, chain, split_batch(batch, num_microbatches)[0])
     difference = _difference_to_forward(trainer, module, chain, inputs)
     where = f"one of {num_microbatches} microbatches of {batch_size_of(batch) // num_microbatches} samples"
@@ -202,7 +203,7 @@ def _run_chain(chain: LayerChain, inputs: Inputs) -> list[Any]:
                 f"{chain.name(index)} cannot run on what {before} gives it: {type(error).__name__}: {error}. Each "
                 "layer gets what the one before returned, and the keyword arguments that its forward names."
             ) from error
-        values = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)
+        values = as_arguments(outputs[-1])
     return outputs
 
 

@@ -9,13 +9,18 @@ from lightning_dynmo.pipeline.microbatches import (
     Inputs,
     batch_size_of,
     choose_num_microbatches,
-    largest_divisor,
     merge_outputs,
     split_batch,
 )
 from lightning_dynmo.pipeline.migration import Migration
 from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
-from lightning_dynmo.pipeline.schedules import SCHEDULES, check_num_microbatches, check_schedule
+from lightning_dynmo.pipeline.schedules import (
+    SCHEDULES,
+    check_num_microbatches,
+    check_stages_per_rank,
+    find_schedule,
+    nearest_num_microbatches,
+)
 
 __all__ = [
     "SCHEDULES",
@@ -30,14 +35,15 @@ __all__ = [
     "Rebalance",
     "batch_size_of",
     "check_num_microbatches",
-    "check_schedule",
+    "check_stages_per_rank",
     "choose_num_microbatches",
     "clip_grad_norm",
     "create_groups",
+    "find_schedule",
     "gather_optimizer_state",
     "gather_state_dict",
-    "largest_divisor",
     "load_optimizer_state",
     "merge_outputs",
+    "nearest_num_microbatches",
     "split_batch",
 ]

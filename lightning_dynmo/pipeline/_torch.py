@@ -6,38 +6,34 @@ missing, rather than in the middle of a training run.
 
 from __future__ import annotations
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
-from torch.distributed.pipelining import PipelineStage
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+try:
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
+    from torch.distributed.pipelining.schedules import _Action as Action
+    from torch.distributed.pipelining.schedules import _add_send_recv
+    from torch.distributed.pipelining.schedules import _ComputationType as ActionType
+except ImportError as error:
+    raise ImportError(
+        f"This release of torch lacks a name that lightning_dynmo builds on ({error}). Install torch>=2.11,<2.14."
+    ) from error
 
 __all__ = [
+    "Action",
+    "ActionType",
     "FakeTensorMode",
-    "PipelineStage",
     "PrefixStore",
     "Store",
     "TCPStore",
     "abort_process_groups",
+    "add_messages",
+    "compute_order",
     "default_store",
 ]
-
-_STAGE_METHODS = (
-    "_prepare_backward_infra",
-    "_prepare_forward_infra",
-    "backward_one_chunk",
-    "clear_runtime_states",
-    "forward_one_chunk",
-    "get_fwd_recv_ops",
-    "get_bwd_recv_ops",
-    "get_bwd_send_ops",
-)
-
-for _name in _STAGE_METHODS:
-    if not hasattr(PipelineStage, _name):
-        raise ImportError(
-            f"torch.distributed.pipelining.PipelineStage has no {_name}; lightning_dynmo works with torch>=2.11,<2.14. "
-            "Install a torch release in that range."
-        )
 
 
 def default_store() -> Store:
@@ -48,3 +44,39 @@ def default_store() -> Store:
 def abort_process_groups() -> None:
     """Aborts what the process groups have in flight where the backend can (NCCL); gloo ignores it."""
     _abort_process_group()
+
+
+def compute_order(schedule: type[Any], num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Order:
+    """Returns what each rank computes under one of torch's schedules, in order and without messages.
+
+    torch works the order out when a schedule is made, for which the stages need to say no more than how many there are.
+
+    Raises:
+        ValueError: If the schedule cannot run so many microbatches.
+    """
+    stages = [
+        SimpleNamespace(
+            num_stages=num_ranks * stages_per_rank, stage_index=0, group_size=num_ranks, group_rank=0, submod=None
+        )
+        for _ in range(stages_per_rank)
+    ]
+    single = hasattr(schedule, "_get_pipeline_order")
+    made: Any = schedule(stages[0] if single else stages, num_microbatches)
+    return {
+        rank: [part for action in actions if action is not None for part in action.sub_actions or (action,)]
+        for rank, actions in made.pipeline_order.items()
+    }
+
+
+def add_messages(order: Order, placement: Sequence[int]) -> Order:
+    """Adds to what ranks compute when they send and receive, so that no two ranks ever wait for each other.
+
+    Args:
+        order: What each rank computes.
+        placement: The rank of each stage.
+    """
+    actions = {rank: list(entries) for rank, entries in order.items()}
+    return dict(_add_send_recv(actions, stage_to_rank=lambda stage: placement[stage], num_stages=len(placement)))
+
+
+Order = dict[int, list[Action]]

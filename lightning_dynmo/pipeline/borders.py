@@ -3,30 +3,83 @@
 [Note: static metadata]
 Left alone, torch learns what stages exchange by running the user's layers once more, on uninitialised memory:
 BatchNorm statistics become NaN and counters count a batch that never was. So the borders are computed here instead, on
-copies of the layers whose tensors are fake and whose hooks are gone, and given to torch. The layers themselves run
-exactly once per microbatch.
+copies of the layers whose tensors are fake and whose hooks are gone. The layers themselves run exactly once per
+microbatch.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from lightning_dynmo.ownership import LayerChain, accepted_keywords, restore_forward
 from lightning_dynmo.pipeline._torch import FakeTensorMode
 from lightning_dynmo.pipeline.microbatches import Inputs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
-Border = tuple[Tensor, ...]
-"""Meta tensors, one for each tensor that crosses; ``requires_grad`` tells whether its gradient comes back."""
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Output of a layer: tensors, which travel, in a structure that every rank knows already.
+
+    Attributes:
+        tensors: Meta tensors; ``requires_grad`` tells whether the gradient comes back.
+        constants: The structure's leaves in order, None in place of tensors: numbers, names, nothing.
+        is_tensor: For each leaf, whether it is a tensor.
+        structure: Tuples, lists and dicts around the leaves.
+    """
+
+    tensors: tuple[Tensor, ...]
+    constants: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+    structure: TreeSpec
+
+    @classmethod
+    def of(cls, output: Any, name: str) -> Border:
+        """Takes a layer's output apart.
+
+        Args:
+            output: A tensor, or tuples, lists and dicts of tensors and constants such as None.
+            name: The layer, for errors.
+
+        Raises:
+            ValueError: If a part is something else; says which layer and position.
+        """
+        leaves, structure = tree_flatten(output)
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                path = keystr(tree_flatten_with_path(output)[0][position][0])
+                where = f" at position {path}" if path else ""
+                raise ValueError(
+                    f"{name} returns a {type(leaf).__name__}{where}; only the last layer may. Return tensors and plain "
+                    "constants, or tuples, lists and dicts of them."
+                )
+        is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(tuple(leaf for leaf in leaves if isinstance(leaf, Tensor)), constants, is_tensor, structure)
+
+    def without_data(self) -> Border:
+        """Returns the same border with meta tensors."""
+        return Border(tuple(map(_as_meta, self.tensors)), self.constants, self.is_tensor, self.structure)
+
+    def values(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """Puts tensors into the structure and returns it as positional arguments of the next layer."""
+        rest = iter(tensors)
+        leaves = [
+            next(rest) if here else constant for here, constant in zip(self.is_tensor, self.constants, strict=True)
+        ]
+        return as_arguments(tree_unflatten(leaves, self.structure))
 
 
 def signature_of(inputs: Inputs, chain: LayerChain) -> tuple[Any, ...]:
@@ -54,7 +107,7 @@ def infer_borders(
         Border i is the output of layer i.
 
     Raises:
-        ValueError: If a layer cannot run without data, or returns something other than tensors.
+        ValueError: If a layer cannot run without data, or returns something that cannot travel.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -74,8 +127,8 @@ def infer_borders(
                 f"are found: {type(error).__name__}: {error}. Let it take what the layer before it returns, and "
                 "make its output shape depend on input shapes only."
             ) from error
-        values = as_border(output, chain.name(index))
-        borders.append(tuple(_as_meta(value) for value in values))
+        values = as_arguments(output)
+        borders.append(Border.of(output, chain.name(index)).without_data())
     return borders
 
 
@@ -87,32 +140,25 @@ def call_layer(layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any]
     return layer(*values, **{name: kwargs[name] for name in free if name in kwargs})
 
 
-def as_border(output: Any, name: str) -> tuple[Tensor, ...]:
-    """Returns a layer's output as a tuple of tensors.
-
-    Raises:
-        ValueError: If it is neither a tensor nor a tuple of tensors; says which layer and position.
-    """
-    values = output if isinstance(output, tuple) else (output,)
-    for position, value in enumerate(values):
-        if not isinstance(value, Tensor):
-            where = f" at position {position}" if isinstance(output, tuple) else ""
-            raise ValueError(
-                f"{name} returns a {type(value).__name__}{where}; only the last layer may. Return a tensor or a tuple "
-                "of tensors, and pass settings by keyword arguments of self(...)."
-            )
-    return values
+def as_arguments(output: Any) -> tuple[Any, ...]:
+    """Returns a layer's output as positional arguments of the next: the entries of a tuple, else the one value."""
+    return output if isinstance(output, tuple) else (output,)
 
 
-def check_border(actual: Sequence[Tensor], expected: Border, name: str) -> None:
+def check_border(actual: Border, expected: Border, name: str) -> None:
     """Checks a layer's output before it is sent, since a short message is accepted in silence and a long one kills.
 
     Raises:
-        ValueError: If number, shape or dtype differ from what the receiving stage expects.
+        ValueError: If number, shape, dtype or a constant differ from what the receiving stage expects.
     """
-    if len(actual) == len(expected) and all(
-        value.shape == border.shape and value.dtype == border.dtype and value.requires_grad <= border.requires_grad
-        for value, border in zip(actual, expected, strict=True)
+    if (
+        len(actual.tensors) == len(expected.tensors)
+        and actual.structure == expected.structure
+        and repr(actual.constants) == repr(expected.constants)
+        and all(
+            value.shape == border.shape and value.dtype == border.dtype and value.requires_grad <= border.requires_grad
+            for value, border in zip(actual.tensors, expected.tensors, strict=True)
+        )
     ):
         return
     raise ValueError(
@@ -154,8 +200,15 @@ def _as_meta(value: Tensor) -> Tensor:
     return meta.requires_grad_() if value.requires_grad else meta
 
 
-def _describe(values: Sequence[Tensor]) -> str:
-    return ", ".join(
-        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{' with gradient' if value.requires_grad else ''}"
-        for value in values
-    )
+def _describe(border: Border) -> str:
+    rest = iter(border.tensors)
+    parts = [
+        _describe_tensor(next(rest)) if here else repr(constant)
+        for here, constant in zip(border.is_tensor, border.constants, strict=True)
+    ]
+    return ", ".join(parts) or "nothing"
+
+
+def _describe_tensor(value: Tensor) -> str:
+    gradient = " with gradient" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{gradient}"

@@ -68,9 +68,8 @@ def load_optimizer_state(chain: LayerChain, optimizer: Optimizer, state_dict: Ma
     away = {
         positions[id(parameter)]
         for index in range(len(chain))
-        if not chain.owns(index)
         for parameter in chain.parameters(index)
-        if id(parameter) in positions
+        if id(parameter) in positions and not chain.holds(parameter)
     }
     if "state" in state_dict:
         state = {position: value for position, value in state_dict["state"].items() if position not in away}

@@ -16,11 +16,11 @@ from lightning_dynmo.profiling import LayerTimer
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One measured iteration, the same on every rank of the pipeline.
+    """One measured iteration, the same on every rank; of replicas, the slowest counts.
 
     Attributes:
         loads: Cost of each layer.
-        busy_s: Seconds in which each rank worked.
+        busy_s: Seconds in which each rank of a pipeline worked.
         step_s: Seconds of the iteration, of the slowest rank.
     """
 
@@ -53,16 +53,32 @@ def gather_profile(
         loads.update(part)
         busy_s.append(busy)
         step_s.append(step)
-    return Profile(tuple(loads[index] for index in range(len(chain))), tuple(busy_s), max(step_s))
+    profile = Profile(tuple(loads[index] for index in range(len(chain))), tuple(busy_s), max(step_s))
+    return _slowest(groups.gather_replicas(profile))
+
+
+def _slowest(profiles: Sequence[Profile]) -> Profile:
+    """Reduces the replicas' profiles by max, so that all replicas plan from the same loads."""
+    loads = [
+        LayerLoad(
+            forward_s=max(load.forward_s for load in layer),
+            backward_s=max(load.backward_s for load in layer),
+            num_parameters=max(load.num_parameters for load in layer),
+            state_bytes=max(load.state_bytes for load in layer),
+        )
+        for layer in zip(*(profile.loads for profile in profiles), strict=True)
+    ]
+    busy_s = tuple(map(max, *(profile.busy_s for profile in profiles))) if len(profiles) > 1 else profiles[0].busy_s
+    return Profile(tuple(loads), busy_s, max(profile.step_s for profile in profiles))
 
 
 def agree_on(plan: Assignment, groups: PipelineGroups) -> None:
-    """Checks that every rank of the pipeline has come to the same plan.
+    """Checks that every rank has come to the same plan.
 
     Raises:
         RuntimeError: If not, on every rank; a balancer is then not a pure function of the loads.
     """
-    plans = groups.gather(plan.balance)
+    plans = [balance for replica in groups.gather_replicas(groups.gather(plan.balance)) for balance in replica]
     if len(set(plans)) > 1:
         listed = "; ".join(f"rank {rank}: {list(balance)}" for rank, balance in enumerate(plans))
         raise RuntimeError(

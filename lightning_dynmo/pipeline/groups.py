@@ -44,6 +44,7 @@ class PipelineGroups:
         pipeline: Ranks of this rank's pipeline; activations, gradients and layers travel here.
         replicas: Ranks that hold the same layers in other pipelines.
         control: Ranks of this rank's pipeline again, always over gloo: small objects travel here.
+        counterparts: Ranks that hold the same layers again, always over gloo.
         world: All ranks, always over gloo.
         device: Where the layers of this rank live.
         failures: Tells the other ranks when this one fails.
@@ -53,6 +54,7 @@ class PipelineGroups:
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup
     control: dist.ProcessGroup
+    counterparts: dist.ProcessGroup
     world: dist.ProcessGroup
     device: torch.device
     failures: FailureBoard
@@ -93,13 +95,8 @@ class PipelineGroups:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank runs the first stage."""
+        """Whether this is the first rank of its pipeline, which runs the first stage."""
         return self.pp_rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank runs the last stage."""
-        return self.pp_rank == self.pp_size - 1
 
     def peer(self, pp_rank: int) -> int:
         """Returns the global rank of position `pp_rank` in this rank's pipeline."""
@@ -110,6 +107,15 @@ class PipelineGroups:
         with self.guard("exchange between ranks"):
             values: list[Any] = [None] * self.pp_size
             dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def gather_replicas(self, value: Any) -> list[Any]:
+        """Gathers one picklable value from each rank that holds the same layers, in order of `dp_rank`."""
+        if self.dp_size == 1:
+            return [value]
+        with self.guard("exchange between replicas"):
+            values: list[Any] = [None] * self.dp_size
+            dist.all_gather_object(values, value, group=self.counterparts)
         return values
 
     def share_from(self, pp_rank: int, value: Any) -> Any:
@@ -280,6 +286,7 @@ def create_groups(
     pipeline = _new_group_with(rank, columns, backend=None)
     replicas = _new_group_with(rank, rows, backend=None)
     control = _new_group_with(rank, columns, backend="gloo")
+    counterparts = _new_group_with(rank, rows, backend="gloo")
     world = control if data_parallel_size == 1 else _new_group_with(rank, [list(range(world_size))], backend="gloo")
     mesh = DeviceMesh.from_group([pipeline, replicas], device.type, mesh=layout, mesh_dim_names=MESH_AXES)
     assert dist.group.WORLD is not None
@@ -288,6 +295,7 @@ def create_groups(
         pipeline=pipeline,
         replicas=replicas,
         control=control,
+        counterparts=counterparts,
         world=world,
         device=device,
         failures=FailureBoard(PrefixStore("lightning_dynmo", default_store()), rank, world_size),

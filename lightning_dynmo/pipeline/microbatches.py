@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -52,40 +53,43 @@ def batch_size_of(batch: Any) -> int:
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Cuts a batch into equal microbatches along dim 0, in order, without copying.
+    """Cuts a batch into microbatches along dim 0, in order, without copying; sizes differ by one at most.
 
     Tensors, arrays and lists with one entry per sample are cut; everything else goes into every microbatch as it is.
 
     Args:
         batch: See `batch_size_of`.
-        num_microbatches: How many; must divide the batch size.
+        num_microbatches: How many; at most the batch size.
 
     Raises:
-        ValueError: If the number does not divide the batch size, or the batch size is unclear.
+        ValueError: If there are fewer samples than microbatches, or the batch size is unclear.
     """
     if num_microbatches == 1:
         return [batch]
     batch_size = batch_size_of(batch)
-    if batch_size % num_microbatches:
-        divisors = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
-        nearest = min(divisors, key=lambda count: abs(count - num_microbatches))
+    return [_cut(batch, batch_size, *bounds) for bounds in microbatch_bounds(batch_size, num_microbatches)]
+
+
+def microbatch_bounds(batch_size: int, num_microbatches: int) -> list[tuple[int, int]]:
+    """Returns first sample and end of each microbatch.
+
+    Raises:
+        ValueError: If there are fewer samples than microbatches.
+    """
+    if batch_size < num_microbatches:
         raise ValueError(
-            f"A batch of {batch_size} samples cannot be cut into {num_microbatches} equal microbatches. Use a batch "
-            f"size that is a multiple of {num_microbatches}, or num_microbatches={nearest}; if only the last batch of "
-            "an epoch is shorter, set drop_last=True in its dataloader."
+            f"A batch of {batch_size} samples cannot be cut into {num_microbatches} microbatches. Use a batch size of "
+            f"at least {num_microbatches}, or num_microbatches={max(batch_size, 1)}."
         )
-    size = batch_size // num_microbatches
-    return [_cut(batch, batch_size, start, start + size) for start in range(0, batch_size, size)]
+    size, larger = divmod(batch_size, num_microbatches)
+    starts = [index * size + min(index, larger) for index in range(num_microbatches + 1)]
+    return list(itertools.pairwise(starts))
 
 
 def choose_num_microbatches(batch_size: int, num_stages: int) -> int:
-    """Returns the largest divisor of the batch size up to 4 per stage, the paper's guidance for small bubbles."""
-    return largest_divisor(batch_size, 4 * num_stages)
-
-
-def largest_divisor(batch_size: int, most: int) -> int:
-    """Returns the largest number up to `most` of equal microbatches into which a batch can be cut."""
-    return next(count for count in range(min(batch_size, most), 0, -1) if batch_size % count == 0)
+    """Returns a number up to 4 per stage, the paper's guidance for small bubbles, of equal parts where that can be."""
+    most = min(batch_size, 4 * num_stages)
+    return next((count for count in range(most, num_stages - 1, -1) if batch_size % count == 0), most)
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float] | None = None) -> Any:

@@ -196,7 +196,7 @@ def migrate(
 
     Args:
         chain: All layers.
-        moves: Stages are `pp_rank`s.
+        moves: Sources and targets are `pp_rank`s.
         groups: Process groups of this rank.
         optimizers: Optimizers whose state goes along.
 
@@ -218,7 +218,8 @@ def _migrate(chain: LayerChain, moves: Sequence[Move], groups: PipelineGroups, o
             chain.let_go(move.layer, move.target)
             for optimizer in optimizers:
                 for parameter in chain.parameters(move.layer):
-                    optimizer.state.pop(parameter, None)
+                    if not chain.holds(parameter):
+                        optimizer.state.pop(parameter, None)
     for index, package in arrived.items():
         unpack(chain, index, optimizers, package)
     for move in moves:

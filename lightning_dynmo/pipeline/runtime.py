@@ -7,21 +7,23 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.optim import Optimizer
 
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
+from lightning_dynmo.pipeline._torch import Order
 from lightning_dynmo.pipeline.borders import Border, infer_borders, signature_of
 from lightning_dynmo.pipeline.exchange import Profile, agree_on, gather_profile
+from lightning_dynmo.pipeline.execution import ScheduleRun
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.pipeline.migration import Migration, make_whole, migrate
 from lightning_dynmo.pipeline.randomness import keyed_python_randomness
-from lightning_dynmo.pipeline.schedules import build_schedule
-from lightning_dynmo.pipeline.stage import LastStep, Stage, StageModule
+from lightning_dynmo.pipeline.replicas import same_on_all_replicas
+from lightning_dynmo.pipeline.schedules import check_stages_per_rank, evaluation_order_of, find_schedule, order_of
+from lightning_dynmo.pipeline.stage import Iteration, LastStep, Stage
 from lightning_dynmo.planning import (
     Assignment,
     Balancer,
@@ -30,15 +32,12 @@ from lightning_dynmo.planning import (
     PartitionBalancer,
     Prediction,
     load_values,
-    moves_between,
     predict,
 )
 from lightning_dynmo.profiling import LayerTimer
 
-T = TypeVar("T")
-
-_MAX_PREPARED = 4
-"""Shapes for which stages are kept ready."""
+_MAX_BORDERS = 64
+"""Shapes of inputs for which borders are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +59,16 @@ class Rebalance:
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    module: StageModule
-    stage: Stage
-    schedule: ScheduleGPipe | Schedule1F1B
-
-
 class PipelineRuntime:
-    """One rank of a pipeline. All ranks call its methods in the same order with equal arguments.
+    """What one rank of a pipeline does. All ranks call its methods in the same order with equal arguments.
 
     Args:
         chain: The model's layers, whole on every rank; `distribute` then leaves each rank its own.
         groups: Process groups of this rank.
-        assignment: Which stage runs which layers; stage s runs on `pp_rank` s.
-        schedule: Training schedule, ``"gpipe"`` or ``"1f1b"``.
+        assignment: Which stage runs which layers.
+        schedule: Name of the training schedule, which also says on which rank each stage runs.
+        stages_per_rank: Stages on each rank; by default as many as the schedule needs.
+        recompute: Whether activations inside layers are dropped and computed again in the backward.
         balancer: Plans new assignments.
         load: What the balancer evens out.
         seed: Base of all random numbers drawn inside layers.
@@ -88,6 +82,8 @@ class PipelineRuntime:
         assignment: Assignment,
         *,
         schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        recompute: bool = False,
         balancer: Balancer | None = None,
         load: LoadMetric = "time",
         seed: int = 0,
@@ -103,18 +99,31 @@ class PipelineRuntime:
         self.profile: Profile | None = None
         self._overhead_s = 0.0
         self._clock_began = time.perf_counter()
-        self._schedule = schedule
+        self.schedule = find_schedule(schedule)
+        self.stages_per_rank = check_stages_per_rank(self.schedule, stages_per_rank)
+        self.placement = self.schedule.place(groups.pp_size, self.stages_per_rank)
+        self._recompute = recompute
         self._seed = seed
         self._precision_context = precision_context
         self.accumulating = False
         self._profile_next = False
-        self._prepared: OrderedDict[tuple[Any, ...], _Prepared] = OrderedDict()
+        self._stages: dict[int, Stage] = {}
         self._borders: OrderedDict[tuple[Any, ...], list[Border]] = OrderedDict()
 
     @property
     def owners(self) -> tuple[int, ...]:
         """The `pp_rank` that owns each layer."""
-        return tuple(self.assignment.stage_of(layer) for layer in range(len(self.chain)))
+        return self._owners(self.assignment)
+
+    @property
+    def last_rank(self) -> int:
+        """The `pp_rank` that runs the last stage, and with it the step methods."""
+        return self.placement[-1]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.groups.pp_rank == self.last_rank
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -125,8 +134,8 @@ class PipelineRuntime:
     def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         for index in range(len(self.chain)):
-            if not self.chain.owns(index):  # some, such as Adagrad, make their state for all parameters at once
-                for parameter in self.chain.parameters(index):
+            for parameter in self.chain.parameters(index):
+                if not self.chain.holds(parameter):  # some, such as Adagrad, make their state for all at once
                     for optimizer in optimizers:
                         optimizer.state.pop(parameter, None)
 
@@ -145,7 +154,7 @@ class PipelineRuntime:
         self._overhead_s, self._clock_began = 0.0, time.perf_counter()
 
     def distribute(self) -> None:
-        """Leaves each rank the layers that it owns, with the first rank's values, and moves them to the device."""
+        """Leaves each rank the layers that it owns, on the device, with the values of the first rank of all."""
         with torch.inference_mode(False), torch.no_grad():
             self._distribute()
 
@@ -162,20 +171,28 @@ class PipelineRuntime:
         values = self.groups.share_from(0, [tensor.detach().cpu() for tensor in stationary])
         for tensor, value in zip(stationary, values, strict=True):
             tensor.data = value.to(device)
+        same_on_all_replicas(self.chain, self.groups)
         release_freed_memory()
 
     def make_whole(self) -> None:
         """Gives every rank every layer again, on the CPU."""
         make_whole(self.chain, self.owners, self.groups)
-        self._prepared.clear()
+        self._stages.clear()
 
-    def train(self, inputs: Sequence[Inputs], last_step: LastStep, step: int) -> None:
+    def train(
+        self,
+        inputs: Sequence[Inputs],
+        last_step: LastStep,
+        step: int,
+        on_gradients: Callable[[Stage], None] = lambda stage: None,
+    ) -> None:
         """Runs forward and backward of one batch; gradients are added to those of the parameters.
 
         Args:
-            inputs: One entry per microbatch, equal in shape.
+            inputs: One entry per microbatch.
             last_step: Called on the last stage for each microbatch in order; returns its loss, already scaled.
             step: Number of the batch, for random numbers.
+            on_gradients: Called with each stage of this rank once its gradients are all there.
 
         Raises:
             ValueError: If no parameter of the chain is trainable.
@@ -186,13 +203,10 @@ class PipelineRuntime:
                 "layer unfrozen, or end the training."
             )
         timer = LayerTimer(self.groups.device) if self._profile_next else None
-        prepared = self._prepare(inputs, self._schedule)
-        prepared.module.prepare(inputs, last_step, (self._seed, step), timer)
-        numbers = torch.arange(len(inputs))
-        measured = nullcontext() if timer is None else timer.step()
-        with keyed_python_randomness(self._seed, step), measured:
-            prepared.schedule.step(target=numbers, return_outputs=False, microbatch=numbers)
-        prepared.module.finish()
+        groups, num_microbatches = self.groups, len(inputs)
+        order = order_of(self.schedule, groups.pp_size, self.stages_per_rank, num_microbatches)
+        with keyed_python_randomness(self._seed, step), nullcontext() if timer is None else timer.step():
+            self._run(order, self._iteration(inputs, last_step, step, timer), on_gradients)
         if timer is not None:
             begin = time.perf_counter()
             self.profile = gather_profile(self.chain, timer, self.groups, self.optimizers)
@@ -201,13 +215,9 @@ class PipelineRuntime:
 
     def evaluate(self, inputs: Sequence[Inputs], last_step: LastStep, step: int) -> None:
         """Runs the forward of one batch; call it without gradients. Arguments as in `train`."""
-        prepared = self._prepare(inputs, "gpipe")
-        prepared.module.prepare(inputs, last_step, (self._seed, step), None)
-        numbers = torch.arange(len(inputs))
+        order = evaluation_order_of(self.placement, len(inputs))
         with keyed_python_randomness(self._seed, step):
-            prepared.schedule.eval(target=numbers, microbatch=numbers)
-        prepared.stage.clear_runtime_states()  # torch keeps the activations until the next batch of this shape
-        prepared.module.finish()
+            self._run(order, self._iteration(inputs, last_step, step, None), lambda stage: None)
 
     def request_profile(self) -> None:
         """Asks that the next training batch be measured; `profile` holds the result afterwards."""
@@ -256,43 +266,62 @@ class PipelineRuntime:
                 "Layers can move only between optimizer steps, but gradients are being accumulated now and would be "
                 "lost. Move them after the last batch of the step, when trainer.global_step has changed."
             )
-        moves = moves_between(self.assignment, assignment)
-        self._prepared.clear()
+        moves = self._moves_to(assignment)
+        self._stages.clear()
         with self.groups.guard("move of layers"):
             migration = migrate(self.chain, moves, self.groups, self.optimizers)
         self.assignment = assignment
         return migration
 
-    def _prepare(self, inputs: Sequence[Inputs], schedule: str) -> _Prepared:
-        """Returns stage and schedule for inputs of this shape, built on first use and after every move."""
-        key = (schedule, len(inputs), signature_of(inputs[0], self.chain))
-        if key in self._prepared:
-            self._prepared.move_to_end(key)
-            return self._prepared[key]
-        borders = self._borders_for(key[-1], inputs[0])
-        groups, stage_index = self.groups, self.groups.pp_rank
-        layers = self.assignment.layers_of(stage_index)
-        module = StageModule(
-            self.chain,
-            layers,
-            None if groups.is_last else borders[layers[-1]],
-            f"rank {groups.global_rank}, stage {stage_index}",
-            groups.device,
-            self._precision_context,
-        )
-        stage = Stage(module, stage_index, borders, groups)
-        prepared = _Prepared(module, stage, build_schedule(schedule, stage, len(inputs), module.loss))
-        _keep(self._prepared, key, prepared)
-        return prepared
+    def _moves_to(self, assignment: Assignment) -> list[Move]:
+        """Returns the layers that change their rank; sources and targets are `pp_rank`s."""
+        owners = self._owners(assignment)
+        pairs = enumerate(zip(self.owners, owners, strict=True))
+        return [Move(layer, source, target) for layer, (source, target) in pairs if source != target]
 
-    def _borders_for(self, signature: tuple[Any, ...], inputs: Inputs) -> list[Border]:
+    def _owners(self, assignment: Assignment) -> tuple[int, ...]:
+        return tuple(self.placement[assignment.stage_of(layer)] for layer in range(len(self.chain)))
+
+    def _iteration(
+        self, inputs: Sequence[Inputs], last_step: LastStep, step: int, timer: LayerTimer | None
+    ) -> Iteration:
+        borders = [self._borders_for(entry) for entry in inputs]
+        first = self.groups.dp_rank * len(inputs)
+        return Iteration(inputs, borders, last_step, (self._seed, step), first, timer)
+
+    def _run(self, order: Order, iteration: Iteration, on_gradients: Callable[[Stage], None]) -> None:
+        groups, stages = self.groups, self._own_stages()
+        for stage in stages.values():
+            stage.begin(iteration)
+        try:
+            run = ScheduleRun(stages, self.placement, groups, iteration.timer, on_gradients)
+            run.run(order[groups.pp_rank], len(iteration.inputs))
+        finally:
+            for stage in stages.values():
+                stage.end()
+
+    def _own_stages(self) -> dict[int, Stage]:
+        """Returns the stages of this rank, made anew after every move."""
+        rank = self.groups.pp_rank
+        for index, owner in enumerate(self.placement):
+            if owner == rank and index not in self._stages:
+                self._stages[index] = Stage(
+                    self.chain,
+                    index,
+                    self.assignment.layers_of(index),
+                    f"rank {self.groups.global_rank}, stage {index}",
+                    self.groups.device,
+                    self._precision_context,
+                    self._recompute,
+                )
+        return self._stages
+
+    def _borders_for(self, inputs: Inputs) -> list[Border]:
         """Returns what crosses between layers, which does not depend on where the layers are."""
+        signature = signature_of(inputs, self.chain)
         if signature not in self._borders:
-            _keep(self._borders, signature, infer_borders(self.chain, inputs, self._precision_context))
+            self._borders[signature] = infer_borders(self.chain, inputs, self._precision_context)
+            if len(self._borders) > _MAX_BORDERS:
+                self._borders.popitem(last=False)
+        self._borders.move_to_end(signature)
         return self._borders[signature]
-
-
-def _keep(cache: OrderedDict[tuple[Any, ...], T], key: tuple[Any, ...], value: T) -> None:
-    cache[key] = value
-    if len(cache) > _MAX_PREPARED:
-        cache.popitem(last=False)

@@ -1,143 +1,261 @@
-"""One stage: the layers that a rank owns, run as one `PipelineStage` of torch."""
+"""One stage: consecutive layers of the chain, run forward and backward for one microbatch at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_dynmo.ownership import LayerChain
-from lightning_dynmo.pipeline._torch import PipelineStage
-from lightning_dynmo.pipeline.borders import Border, as_border, call_layer, check_border
+from lightning_dynmo.pipeline.borders import Border, as_arguments, call_layer, check_border
 from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error, is_lost_connection
-from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.pipeline.randomness import keyed_randomness
+from lightning_dynmo.pipeline.splitting import SplitBackward
 from lightning_dynmo.profiling import LayerTimer
 
-LastStep = Callable[[int, Any], Tensor]
-"""Called on the last stage with a microbatch's index and the chain's output; returns its scaled loss."""
+LastStep = Callable[[int, Any], Any]
+"""Called on the last stage with a microbatch's index and the chain's output; returns its scaled loss in training."""
 
 
-class StageModule(nn.Module):
-    """Runs one stage's layers for the microbatch whose index it is given.
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What the stages run on: one batch.
 
-    torch passes the index along as a tensor and knows nothing of batches: each rank of a pipeline reads the same batch,
-    so the stage looks up what its layers need. The output of the last layer stays here until `last_step` takes it.
+    Attributes:
+        inputs: One entry per microbatch. Each rank of a pipeline reads the same batch, so no stage is sent its inputs.
+        borders: For each microbatch, what crosses behind every layer but the last.
+        last_step: Called on the last stage.
+        key: Seed and step, to which layer and microbatch are added for each layer's random numbers.
+        first_microbatch: Number of the first microbatch among those of all replicas.
+        timer: Times this iteration; None where it is not measured.
+    """
+
+    inputs: Sequence[Inputs]
+    borders: Sequence[Sequence[Border]]
+    last_step: LastStep
+    key: tuple[int, ...]
+    first_microbatch: int = 0
+    timer: LayerTimer | None = None
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What a microbatch's backward starts from, and the leaves where it ends."""
+
+    leaves: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, ...] = ()
+    split: SplitBackward | None = None
+
+
+class Stage:
+    """Runs consecutive layers; what it takes and returns is sent and received elsewhere.
 
     Args:
         chain: All layers.
+        index: Stage.
         layers: Indices of this stage's layers.
-        output: What the next stage expects; None for the last stage.
         where: How errors call this stage, such as ``"rank 2, stage 2"``.
         device: Where the layers live.
         precision_context: Entered around each layer and around the last step.
+        recompute: Whether activations inside layers are dropped and computed again in the backward.
     """
 
     def __init__(
         self,
         chain: LayerChain,
+        index: int,
         layers: range,
-        output: Border | None,
         where: str,
         device: torch.device,
         precision_context: Callable[[], AbstractContextManager[Any]],
+        recompute: bool = False,
     ) -> None:
-        super().__init__()
         self.chain = chain
-        self.indices = layers
-        self.layers = nn.ModuleList(chain.layers[index] for index in layers)
-        self._output = output
+        self.index = index
+        self.layers = layers
         self._where = where
         self._device = device
         self._precision_context = precision_context
-        self._results: dict[int, Any] = {}
-        self._inputs: Sequence[Inputs] = ()
-        self._last_step: LastStep | None = None
-        self._key: tuple[int, ...] = ()
-        self.timer: LayerTimer | None = None
+        self._recompute = recompute
+        self._saved: dict[int, _Saved] = {}
+        self._iteration: Iteration | None = None
+        modules = [module for layer in layers for module in chain.layers[layer].modules()]
+        # Compiled layers cannot be run backward in parts, and recomputation would be done once for each part.
+        self._can_split = not recompute and not any(map(_is_compiled, modules))
 
-    def prepare(
-        self, inputs: Sequence[Inputs], last_step: LastStep, key: tuple[int, ...], timer: LayerTimer | None
-    ) -> None:
-        """Sets what the next iteration runs on.
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage runs the first layer."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage runs the last layer, and the step method after it."""
+        return self.layers.stop == len(self.chain)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of this stage's layers, in order, each once."""
+        found = [parameter for layer in self.layers for parameter in self.chain.parameters(layer)]
+        return list(dict.fromkeys(found))
+
+    def begin(self, iteration: Iteration) -> None:
+        """Sets what the stage runs on from now on."""
+        self._iteration = iteration
+        self._saved.clear()
+
+    def end(self) -> None:
+        """Lets go of the batch."""
+        self._iteration = None
+        self._saved.clear()
+
+    def received(self, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns the form of what a microbatch brings from the stage before; empty for the first stage."""
+        return () if self.is_first else self._border(microbatch, self.layers.start - 1).tensors
+
+    def sent(self, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns the form of what a microbatch brings to the next stage; empty for the last stage."""
+        return () if self.is_last else self._border(microbatch, self.layers[-1]).tensors
+
+    def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Runs the layers and returns what the next stage is to have; the last stage runs the step method instead.
 
         Args:
-            inputs: One entry per microbatch.
-            last_step: Called on the last stage.
-            key: Seed and step, to which layer and microbatch are added for each layer's random numbers.
-            timer: Times this iteration; None where it is not measured.
+            microbatch: Microbatch.
+            received: What came from the stage before: leaves, which require a gradient where the border says so.
         """
-        self._inputs, self._last_step, self._key, self.timer = inputs, last_step, key, timer
-        self._results.clear()
+        iteration = self._now
+        with self._named_failure(f"forward of microbatch {microbatch}"):
+            values: tuple[Any, ...]
+            if self.is_first:
+                values = iteration.inputs[microbatch].args
+            else:
+                border = self._border(microbatch, self.layers.start - 1)
+                values = border.values([_received(value) for value in received])
+            for layer in self.layers:
+                output = self._run(layer, values, microbatch)
+                values = as_arguments(output)
+            if self.is_last:
+                loss = self._last_step(microbatch, output)
+                outputs: tuple[Tensor, ...] = (loss,) if torch.is_grad_enabled() else ()
+            else:
+                outputs = self._outgoing(microbatch, output)
+        if torch.is_grad_enabled():
+            self._saved[microbatch] = _Saved(received, outputs)
+        return () if self.is_last else tuple(value.detach() for value in outputs)
 
-    def finish(self) -> None:
-        """Lets go of the batch."""
-        self._inputs, self._last_step, self.timer = (), None, None
-        self._results.clear()
+    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Runs the whole backward.
 
-    @override
-    def forward(self, *activations: Tensor, microbatch: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """Runs the stage's layers on the activations received, or on the batch's own inputs in the first stage."""
-        index = int(microbatch)
-        inputs = self._inputs[index]
-        values: tuple[Any, ...] = inputs.args
-        if self.indices.start:
-            values = tuple(map(_received, activations))
-        for layer_index, layer in zip(self.indices, self.layers, strict=True):
-            output = self._run(layer_index, layer, values, inputs.kwargs, index)
-            values = output if isinstance(output, tuple) else (output,)
-        if self._output is None:
-            self._results[index] = output
-            return torch.empty(0, device=self._device)
-        name = self.chain.name(self.indices[-1])
-        border = tuple(_plain(value) for value in as_border(output, name))
-        check_border(border, self._output, name)
-        return border
+        Args:
+            microbatch: Microbatch.
+            gradients: Those of what `forward` returned, None where none flows; empty for the last stage.
 
-    def loss(self, _: Any, microbatch: Tensor) -> Tensor:
-        """Runs the last step on a microbatch's output; torch calls this where it computes the loss."""
-        index = int(microbatch)
-        assert self._last_step is not None
-        last = self.indices[-1]
-        busy = nullcontext() if self.timer is None else self.timer.busy()
+        Returns:
+            Gradients of what `forward` was given, None where none flows.
+        """
+        saved = self._saved.pop(microbatch)
+        outputs, values = _with_gradients(saved.outputs, gradients)
+        with self._timed_backward(microbatch), self._named_failure(f"backward of microbatch {microbatch}"):
+            if outputs:
+                torch.autograd.backward(outputs, values)
+        return tuple(_take_gradient(leaf) for leaf in saved.leaves)
+
+    def backward_of_inputs(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Runs the part of the backward that the stage before waits for. Arguments and result as in `backward`.
+
+        Where no input needs a gradient, as behind frozen layers, nobody waits, and all is left to
+        `backward_of_weights`. Where the backward cannot be split, or is to be measured, it runs whole.
+        """
+        saved = self._saved[microbatch]
+        leaves = [leaf for leaf in saved.leaves if leaf.requires_grad]
+        saved.gradients = tuple(gradients)
+        if not leaves:
+            return (None,) * len(saved.leaves)
+        if not self._can_split or self._now.timer is not None:
+            return self.backward(microbatch, gradients)
+        outputs, values = _with_gradients(saved.outputs, gradients)
+        found: dict[int, Tensor | None] = {}
+        with self._named_failure(f"backward of microbatch {microbatch}"):
+            if outputs:
+                saved.split = SplitBackward(outputs, values, leaves, self.parameters)
+                found = {id(leaf): gradient for leaf, gradient in zip(leaves, saved.split.inputs, strict=True)}
+        saved.outputs, saved.gradients = (), ()
+        return tuple(_or_zeros(found.get(id(leaf)), leaf) for leaf in saved.leaves)
+
+    def backward_of_weights(self, microbatch: int) -> None:
+        """Runs the part of the backward that nobody waits for."""
+        saved = self._saved.get(microbatch)
+        if saved is None:  # it has run whole already
+            return
+        if saved.split is None:
+            self.backward(microbatch, saved.gradients)
+            return
+        with self._named_failure(f"backward of weights, microbatch {microbatch}"):
+            saved.split.weights()
+        del self._saved[microbatch]
+
+    @property
+    def _now(self) -> Iteration:
+        assert self._iteration is not None
+        return self._iteration
+
+    def _border(self, microbatch: int, layer: int) -> Border:
+        return self._now.borders[microbatch][layer]
+
+    def _run(self, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
+        layer, kwargs, timer = self.chain.layers[index], self._now.inputs[microbatch].kwargs, self._now.timer
         with (
-            busy,
-            _NamedFailure(f"{self._where}, step method, microbatch {index}"),
-            self._timed(last, index),
-            self._random(len(self.chain), index),
+            _NamedFailure(f"{self._where}, {self.chain.name(index)}, microbatch {microbatch}"),
+            nullcontext() if timer is None else timer.forward(index, microbatch),
+            self._random(index, microbatch),
             self._precision_context(),
         ):
-            return self._last_step(index, self._results.pop(index))
-
-    def named_failure(self, doing: str) -> AbstractContextManager[None]:
-        """Returns a context that adds rank, stage, layers and `doing` to exceptions that do not name these yet."""
-        first, last = self.indices[0], self.indices[-1]
-        layers = self.chain.name(first) if first == last else f"layers {first}-{last}"
-        return _NamedFailure(f"{self._where}, {layers}, {doing}")
-
-    def _run(self, index: int, layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any], mb: int) -> Any:
-        with (
-            _NamedFailure(f"{self._where}, {self.chain.name(index)}, microbatch {mb}"),
-            self._timed(index, mb),
-            self._random(index, mb),
-            self._precision_context(),
-        ):
-            output = call_layer(layer, values, kwargs)
-        if self.timer is not None and torch.is_grad_enabled():
-            self.timer.watch(output, index, mb, inputs=values)
+            if self._recompute and torch.is_grad_enabled():
+                output = checkpoint(call_layer, layer, values, kwargs, use_reentrant=False)
+            else:
+                output = call_layer(layer, values, kwargs)
+        if timer is not None and torch.is_grad_enabled():
+            timer.watch(output, index, microbatch, inputs=values)
         return output
 
-    def _timed(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.timer is None else self.timer.forward(layer, microbatch)
+    def _last_step(self, microbatch: int, output: Any) -> Any:
+        timer, last = self._now.timer, self.layers[-1]
+        with (
+            _NamedFailure(f"{self._where}, step method, microbatch {microbatch}"),
+            nullcontext() if timer is None else timer.forward(last, microbatch),
+            self._random(len(self.chain), microbatch),
+            self._precision_context(),
+        ):
+            return self._now.last_step(microbatch, output)
+
+    def _outgoing(self, microbatch: int, output: Any) -> tuple[Tensor, ...]:
+        last = self.layers[-1]
+        name = self.chain.name(last)
+        border = Border.of(output, name)
+        check_border(border, self._border(microbatch, last), name)
+        return tuple(map(_plain, border.tensors))
 
     def _random(self, layer: int, microbatch: int) -> AbstractContextManager[None]:
-        return keyed_randomness(self._device, *self._key, layer, microbatch)
+        return keyed_randomness(self._device, *self._now.key, layer, self._now.first_microbatch + microbatch)
+
+    def _timed_backward(self, microbatch: int) -> AbstractContextManager[None]:
+        timer = self._now.timer
+        return nullcontext() if timer is None else timer.backward(self.layers, microbatch)
+
+    def _named_failure(self, doing: str) -> AbstractContextManager[None]:
+        first, last = self.layers[0], self.layers[-1]
+        layers = self.chain.name(first) if first == last else f"layers {first}-{last}"
+        return _NamedFailure(f"{self._where}, {layers}, {doing}")
 
 
 class _NamedFailure(AbstractContextManager[None]):
@@ -175,110 +293,26 @@ def _plain(value: Tensor) -> Tensor:
     return value.resolve_conj().resolve_neg().contiguous()
 
 
-class Stage(PipelineStage):
-    """torch's `PipelineStage` with full static metadata and no messages or backward where no gradient flows.
+def _with_gradients(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Returns the outputs that have a graph, and their gradients; a loss comes without."""
+    pairs = zip(outputs, gradients or (None,) * len(outputs), strict=True)
+    kept = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+    return [output for output, _ in kept], [gradient for _, gradient in kept]
 
-    What is received gets memory of its own each time, as any activation does: torch's fixed buffers would change under
-    the hands of whoever keeps a tensor for longer than a step, and hold memory for all microbatches.
 
-    Args:
-        module: The stage's layers.
-        index: Stage, which is also the `pp_rank`.
-        borders: Output of each layer of the chain but the last.
-        groups: Process groups of this rank.
-    """
+def _take_gradient(leaf: Tensor) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    return _or_zeros(gradient, leaf)
 
-    def __init__(self, module: StageModule, index: int, borders: Sequence[Border], groups: PipelineGroups) -> None:
-        first, last = module.indices.start, module.indices[-1]
-        self._received: Border = borders[first - 1] if first else ()
-        self._sent: Border = borders[last] if last < len(borders) else (torch.empty(0, device="meta"),)
-        super().__init__(
-            module,
-            index,
-            groups.pp_size,
-            groups.device,
-            input_args=self._received,
-            output_args=self._sent,
-            group=groups.pipeline,
-        )
-        self.module = module
-        self._groups = groups
 
-    @override
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # torch 2.11 would ask a gradient of everything it receives, whole numbers included.
-        has_backward, self.has_backward = self.has_backward, False
-        result = super()._prepare_forward_infra(*args, **kwargs)
-        self.has_backward = has_backward
-        for chunk in self.args_recv_info:
-            self._drop_buffers(self.args_recv_info[chunk])
-        return result
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """Returns the gradient to send: none where none is expected, zeros where the layers did not use the tensor."""
+    if not leaf.requires_grad:
+        return None
+    return torch.zeros_like(leaf) if gradient is None else _plain(gradient)
 
-    @override
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_backward_infra(*args, **kwargs)
-        for chunk in self.grad_recv_info:
-            self._drop_buffers(self.grad_recv_info[chunk])
-        return result
 
-    @override
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        # A buffer needs a gradient where its sender does.
-        for info, border in zip(self.args_recv_info[fwd_chunk_id], self._received, strict=True):
-            info.buffer = self._new_buffer(border).requires_grad_(border.requires_grad and self.has_backward)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    @override
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._busy(), self.module.named_failure(f"forward of microbatch {fwd_chunk_id}"):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._drop_buffers(self.args_recv_info[fwd_chunk_id])
-        return output
-
-    @override
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        timer = self.module.timer
-        with (
-            self._busy(),
-            nullcontext() if timer is None else timer.backward(bwd_chunk_id),
-            self.module.named_failure(f"backward of microbatch {bwd_chunk_id}"),
-        ):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._drop_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
-
-    @override
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_last:
-            return []
-        peer = self._groups.peer(self.stage_index + 1)
-        operations = []
-        for info, border in zip(self.grad_recv_info[bwd_chunk_id], self._sent, strict=True):
-            if border.requires_grad:
-                info.buffer = self._new_buffer(border)
-                operations.append(dist.P2POp(dist.irecv, info.buffer, peer, self.group))
-        return operations
-
-    @override
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_first:
-            return []
-        peer = self._groups.peer(self.stage_index - 1)
-        gradients = self.bwd_cache.pop(bwd_chunk_id)
-        operations = []
-        for gradient, border in zip(gradients, self._received, strict=False):
-            if border.requires_grad:
-                if gradient is None:  # the layers did not use this tensor
-                    gradient = torch.zeros(border.shape, dtype=border.dtype, device=self.device)
-                operations.append(dist.P2POp(dist.isend, _plain(gradient), peer, self.group))
-        return operations
-
-    def _new_buffer(self, border: Tensor) -> Tensor:
-        return torch.empty(border.shape, dtype=border.dtype, device=self.device)
-
-    def _drop_buffers(self, infos: Sequence[Any]) -> None:
-        for info in infos:
-            if info.buffer is not None:
-                info.buffer = torch.empty(0, device=self.device)
-
-    def _busy(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.module.timer is None else self.module.timer.busy()
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

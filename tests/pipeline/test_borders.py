@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils._pytree import tree_flatten
 
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import Inputs
-from lightning_dynmo.pipeline.borders import as_border, call_layer, check_border, infer_borders, signature_of
+from lightning_dynmo.pipeline.borders import Border, as_arguments, call_layer, check_border, infer_borders, signature_of
 from tests.helpers.distributed import run_distributed
 from tests.pipeline.chains import WIDTH, Block, Model, Plan, blocks, start, train
 from tests.pipeline.layers import Named, batch_norm_layers, half_precision, layers_with_tuples
@@ -33,8 +34,9 @@ def real_borders(layers: list[nn.Module], inputs: Inputs, precision: Callable[[]
     values, borders = inputs.args, []
     for layer in layers[:-1]:
         with precision():
-            values = as_border(call_layer(layer, values, inputs.kwargs), "layer")
-        borders.append(forms(values))
+            output = call_layer(layer, values, inputs.kwargs)
+        values = as_arguments(output)
+        borders.append(forms(Border.of(output, "layer").tensors))
     return borders
 
 
@@ -108,18 +110,18 @@ def test_borders_equal_real_outputs(
     with mode():
         borders = infer_borders(chain, inputs, precision)
         expected = real_borders(list(chain.layers), inputs, precision)
-    assert [forms(border) for border in borders] == expected
-    assert all(value.is_meta for border in borders for value in border)
+    assert [forms(border.tensors) for border in borders] == expected
+    assert all(value.is_meta for border in borders for value in border.tensors)
 
 
 def test_borders_of_shells_equal_those_of_layers() -> None:
     for layers in (blocks(), batch_norm_layers(), pruned_layers()):
         chain = chain_of(layers)
         inputs = Inputs((torch.randn(4, WIDTH),), {})
-        expected = [forms(border) for border in infer_borders(chain, inputs, nullcontext)]
+        expected = [forms(border.tensors) for border in infer_borders(chain, inputs, nullcontext)]
         for index in range(len(chain) - 1):
             chain.let_go(index, owner=1)
-        assert [forms(border) for border in infer_borders(chain, inputs, nullcontext)] == expected
+        assert [forms(border.tensors) for border in infer_borders(chain, inputs, nullcontext)] == expected
 
 
 class Owner:
@@ -223,11 +225,10 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({"x": 1}, r"layer 0 \(Returns\) returns a dict; only the last layer may"),
-        ((torch.ones(1), None), r"layer 0 \(Returns\) returns a NoneType at position 1; only the last"),
-        ([torch.ones(1)], r"layer 0 \(Returns\) returns a list; only the last layer may"),
+        (object(), r"layer 0 \(Returns\) returns a object; only the last layer may"),
+        ((torch.ones(1), {"state": {1, 2}}), r"layer 0 \(Returns\) returns a set at position \[1\]\['state'\]; only"),
     ],
-    ids=["dict", "None", "list"],
+    ids=["object", "set"],
 )
 def test_layer_that_returns_something_else_is_named_with_its_position(value: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -236,19 +237,45 @@ def test_layer_that_returns_something_else_is_named_with_its_position(value: Any
     assert len(infer_borders(chain, Inputs((torch.ones(2, WIDTH),), {}), nullcontext)) == 1
 
 
-def test_check_of_a_border_sees_number_shape_dtype_and_gradient() -> None:
-    expected = (torch.empty(2, 3, device="meta", requires_grad=True), torch.empty(2, dtype=torch.int64, device="meta"))
-    good = (torch.ones(2, 3, requires_grad=True), torch.ones(2, dtype=torch.int64))
-    check_border(good, expected, "layer 1")
-    check_border((good[0].detach(), good[1]), expected, "layer 1")
-    wrong = [
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.ones(2),
+        (torch.ones(2), None, "name", 3),
+        {"x": torch.ones(2), "more": [torch.ones(1, dtype=torch.int64), None, 0.5]},
+        None,
+        (),
+    ],
+    ids=["tensor", "tuple", "dict", "nothing", "empty"],
+)
+def test_output_is_taken_apart_and_put_together(output: Any) -> None:
+    border = Border.of(output, "layer 1")
+    assert tree_flatten(border.values(border.tensors)) == tree_flatten(as_arguments(output))
+    form = border.without_data()
+    assert [tensor.shape for tensor in form.tensors] == [tensor.shape for tensor in border.tensors]
+    check_border(border, form, "layer 1")
+
+
+def test_check_of_a_border_sees_number_shape_dtype_gradient_structure_and_constants() -> None:
+    good = (torch.ones(2, 3, requires_grad=True), torch.ones(2, dtype=torch.int64), 7)
+    expected = Border.of(good, "layer 1").without_data()
+
+    def check(*output: Any) -> None:
+        check_border(Border.of(output, "layer 1"), expected, "layer 1")
+
+    check(*good)
+    check(good[0].detach(), *good[1:])
+    wrong: list[tuple[Any, ...]] = [
         good[:1],
-        (good[0][:1], good[1]),
-        (good[0].double(), good[1]),
-        (good[0], torch.ones(2, dtype=torch.int32)),
+        (good[0][:1], good[1], 7),
+        (good[0].double(), good[1], 7),
+        (good[0], torch.ones(2, dtype=torch.int32), 7),
+        (good[0], good[1], 8),
+        (good[0], good[1], None),
+        ((good[0], good[1]), 7),
     ]
-    for values in wrong:
-        with pytest.raises(ValueError, match=r"layer 1 returned .* expects float32\[2, 3\] with gradient, int64\[2\]"):
-            check_border(values, expected, "layer 1")
+    for output in wrong:
+        with pytest.raises(ValueError, match=r"layer 1 returned .* expects float32\[2, 3\] with gradient, int64\[2\], 7"):
+            check(*output)
     with pytest.raises(ValueError, match="returned float32"):
-        check_border((good[0],), (good[0].detach(),), "layer 1")
+        check_border(Border.of(good[0], "layer 1"), Border.of(good[0].detach(), "layer 1").without_data(), "layer 1")

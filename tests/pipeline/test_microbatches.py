@@ -125,17 +125,26 @@ def test_sizes_that_disagree_are_named() -> None:
         split_batch(Nested(Pair(X, Y[:3]), 1.0), 3)
 
 
-def test_number_that_does_not_divide_names_the_nearest_that_does() -> None:
-    with pytest.raises(ValueError, match=r"6 samples cannot be cut into 4 .* num_microbatches=3; .* drop_last=True"):
-        split_batch(X, 4)
+@given(batch_size=st.integers(1, 200), count=st.integers(1, 40))
+def test_parts_differ_by_one_sample_at_most(batch_size: int, count: int) -> None:
+    batch = torch.arange(batch_size)
+    if count > batch_size:
+        with pytest.raises(ValueError, match=f"{batch_size} samples cannot be cut into {count} .*={batch_size}"):
+            split_batch(batch, count)
+        return
+    parts = split_batch(batch, count)
+    sizes = [len(part) for part in parts]
+    assert len(parts) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat(parts), batch)
 
 
 @given(batch_size=st.integers(1, 5000), num_stages=st.integers(1, 64))
-def test_chosen_number_is_the_largest_divisor_up_to_four_per_stage(batch_size: int, num_stages: int) -> None:
+def test_chosen_number_gives_equal_parts_where_it_can(batch_size: int, num_stages: int) -> None:
     chosen = choose_num_microbatches(batch_size, num_stages)
-    assert batch_size % chosen == 0
-    assert chosen <= 4 * num_stages
-    assert not any(batch_size % larger == 0 for larger in range(chosen + 1, min(batch_size, 4 * num_stages) + 1))
+    most = min(batch_size, 4 * num_stages)
+    equal = [count for count in range(num_stages, most + 1) if batch_size % count == 0]
+    assert chosen == (max(equal) if equal else most)
 
 
 @given(count=st.integers(1, 6), size=st.integers(1, 4))
