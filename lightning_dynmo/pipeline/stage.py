@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,7 +222,8 @@ class Stage:
             self._precision_context(),
         ):
             if self._recompute and torch.is_grad_enabled():
-                output = checkpoint(call_layer, layer, values, kwargs, use_reentrant=False)
+                contexts = partial(_recomputation_of, layer)
+                output = checkpoint(call_layer, layer, values, kwargs, use_reentrant=False, context_fn=contexts)
             else:
                 output = call_layer(layer, values, kwargs)
         if timer is not None and torch.is_grad_enabled():
@@ -268,6 +270,23 @@ class _NamedFailure(AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception) and find_pipeline_error(error) is None and not is_lost_connection(error):
             raise PipelineError(describe(self._where, error)) from error
+
+
+def _recomputation_of(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Returns what is entered around a layer's forward, and around its repetition."""
+    return nullcontext(), _kept_buffers(layer)
+
+
+@contextmanager
+def _kept_buffers(layer: nn.Module) -> Iterator[None]:
+    """Undoes what the body changes in buffers: statistics and counters see each microbatch once."""
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in layer.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, version, values in before:
+            if buffer._version != version:
+                buffer.data.copy_(values)
 
 
 class _Received(torch.autograd.Function):

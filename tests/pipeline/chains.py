@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.distributed import run_distributed
@@ -82,6 +84,8 @@ class Plan:
         layers: Makes the chain.
         batch: Returns the microbatches of a step.
         schedule: Schedule of the pipeline.
+        stages_per_rank: Stages on each rank; None for the schedule's own number.
+        recompute: Whether activations are computed again in the backward.
         steps: Number of optimizer steps.
         moves: Assignment to take before a step.
         frozen: Layers to freeze from a step on; all others are trainable.
@@ -93,6 +97,8 @@ class Plan:
     layers: Callable[[], list[nn.Module]] = blocks
     batch: Callable[[int], list[Microbatch]] = wide_batch
     schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    recompute: bool = False
     steps: int = 3
     moves: dict[int, tuple[int, ...]] = field(default_factory=dict)
     frozen: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -150,9 +156,11 @@ def start(plan: Plan, balance: Sequence[int], groups: Any = None) -> Any:
     model = model_of(plan)
     runtime = PipelineRuntime(
         LayerChain(model, list(model.layers)),
-        groups or create_groups(len(balance), 1, torch.device("cpu")),
+        groups or create_groups(dist.get_world_size(), 1, torch.device("cpu")),
         Assignment(tuple(balance)),
         schedule=plan.schedule,
+        stages_per_rank=plan.stages_per_rank,
+        recompute=plan.recompute,
         precision_context=plan.precision,
     )
     runtime.distribute()
@@ -189,7 +197,7 @@ def run_pipeline(runtime: Any, plan: Plan) -> Run:
 
 
 def train(runtime: Any, plan: Plan, step: int) -> list[float]:
-    """Runs forward and backward of one step; returns the losses, on the last rank."""
+    """Runs forward and backward of one step, with sums over tied parameters; returns the losses, on the last rank."""
     batch, losses = inputs_of(plan, step), []
 
     def last_step(index: int, output: Any) -> Tensor:
@@ -197,7 +205,13 @@ def train(runtime: Any, plan: Plan, step: int) -> list[float]:
         losses.append(loss.item())
         return loss
 
-    runtime.train(batch, last_step, step)
+    from lightning_dynmo.pipeline import GradientWindow
+
+    window = GradientWindow(runtime.chain, runtime.groups)
+    window.begin_batch(starts=True, ends=True)
+    runtime.train(batch, last_step, step, lambda stage: window.have_arrived(stage.parameters))
+    window.end_batch(None)
+    window.place()
     return losses
 
 
@@ -224,36 +238,42 @@ def together(ranks: Sequence[Run]) -> Run:
     gradients = [{} for _ in ranks[0].gradients]
     for run in ranks:
         for whole, part in zip(gradients, run.gradients, strict=True):
-            assert not whole.keys() & part.keys(), "two ranks have gradients of the same parameter"
+            same = [name for name in whole.keys() & part.keys() if not torch.equal(whole[name], part[name])]
+            assert not same, f"two ranks have different gradients of {same}"
             whole.update(part)
-    return Run(ranks[-1].losses, gradients, ranks[0].weights)
+    losses = next((run.losses for run in reversed(ranks) if any(run.losses)), [])
+    return Run(losses, gradients, ranks[0].weights)
 
 
-def difference(run: Run, expected: Run) -> str:
-    """Returns where two runs first differ by a bit; an empty text if nowhere."""
-    if run.losses != expected.losses:
-        return f"losses {run.losses} and {expected.losses}"
+def difference(run: Run, expected: Run, tolerance: float = 0.0) -> str:
+    """Returns where two runs first differ, by a bit or by a tolerance; an empty text if nowhere."""
+    for step, (ours, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
+        if len(ours) != len(theirs) or not np.allclose(ours, theirs, rtol=tolerance, atol=tolerance):
+            return f"losses of step {step}: {ours} and {theirs}"
     for step, (left, right) in enumerate(zip(run.gradients, expected.gradients, strict=True)):
-        if found := _difference(left, right):
+        if found := _difference(left, right, tolerance):
             return f"gradients of step {step}: {found}"
     if list(run.weights) != list(expected.weights):
         return f"keys {list(run.weights)} and {list(expected.weights)}"
-    return _difference(run.weights, expected.weights)
+    return _difference(run.weights, expected.weights, tolerance)
 
 
-def assert_same_as_loop(runs: list[tuple[Plan, tuple[int, ...]]]) -> list[Run]:
+def assert_same_as_loop(
+    runs: list[tuple[Plan, tuple[int, ...]]], num_ranks: int | None = None, tolerance: float = 0.0
+) -> list[Run]:
     """Runs plans, all on the same number of ranks, and compares each with the plain loop."""
-    ranks = run_distributed(run_pipelines, len(runs[0][1]), runs)
+    ranks = run_distributed(run_pipelines, num_ranks or len(runs[0][1]), runs)
     whole = [together(parts) for parts in zip(*ranks, strict=True)]
     for (plan, balance), run in zip(runs, whole, strict=True):
-        assert not (found := difference(run, run_loop(plan))), f"{plan} on {balance}: {found}"
+        assert not (found := difference(run, run_loop(plan), tolerance)), f"{plan} on {balance}: {found}"
     return whole
 
 
-def _difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> str:
+def _difference(left: dict[str, Tensor], right: dict[str, Tensor], tolerance: float) -> str:
     if left.keys() != right.keys():
         return f"only one has {sorted(left.keys() ^ right.keys())}"
-    return next((name for name in left if not torch.equal(left[name], right[name])), "")
+    options = {"rtol": tolerance, "atol": tolerance}
+    return next((name for name in left if not torch.allclose(left[name], right[name], **options)), "")
 
 
 def _freeze(model: Model, plan: Plan, step: int) -> None:

@@ -275,7 +275,7 @@ def test_check_of_a_border_sees_number_shape_dtype_gradient_structure_and_consta
         ((good[0], good[1]), 7),
     ]
     for output in wrong:
-        with pytest.raises(ValueError, match=r"layer 1 returned .* expects float32\[2, 3\] with gradient, int64\[2\], 7"):
+        with pytest.raises(ValueError, match=r"layer 1 returned .* expects float32\[2, 3\] with gradient, int64"):
             check(*output)
     with pytest.raises(ValueError, match="returned float32"):
         check_border(Border.of(good[0], "layer 1"), Border.of(good[0].detach(), "layer 1").without_data(), "layer 1")
