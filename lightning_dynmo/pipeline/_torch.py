@@ -7,11 +7,12 @@ missing, rather than in the middle of a training run.
 from __future__ import annotations
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 from torch.distributed.pipelining import PipelineStage
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "PipelineStage",
     "PrefixStore",
