@@ -50,7 +50,7 @@ def hf_layers(model: nn.Module) -> list[nn.Module]:
     For Llama, Mistral, Mixtral, Qwen, Gemma, GPT-NeoX and all others that have a pipeline plan, which says what comes
     before and after the decoder layers, for GPT-2, and for models that are built like one of these. The chain is the
     embeddings, one entry for each decoder layer, and the head. It holds the model's own modules, so the keys of
-    checkpoints stay those of the model, and LoRA and gradient checkpointing inside decoder layers work.
+    checkpoints stay those of the model, and gradient checkpointing of decoder layers works.
 
     ``self(...)`` takes ``input_ids``, ``attention_mask``, ``position_ids`` and ``labels``, and returns the model's own
     output, with ``logits`` and, where labels were given, its ``loss``::

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.fitting import NUM_MICROBATCHES, differences, fit_as_pipeline, fit_on_one_device, load
 from tests.helpers.language_models import CONFIGS, LM, LMWithLossOfStep, model_of, padded_batches
 
@@ -93,3 +93,32 @@ def test_padding_that_does_not_reach_the_layers_would_show(reference: dict[str, 
     assert run_distributed(without_padding_in_layers, 2, str(folder), timeout_s=120)[-1] != reference["llama"]
     for losses in reference.values():
         assert sum(losses[-4:]) <= 0.9 * sum(losses[:4]), "the reference learns"
+
+
+def plan_of_a_model(rank: int, missing: bool) -> str:
+    """Has `lightning-dynmo plan` compare the chain with the module's forward."""
+    import contextlib
+    import io
+
+    from lightning.pytorch import LightningDataModule, Trainer
+
+    from lightning_dynmo import DynMoStrategy
+    from lightning_dynmo.cli.plan import plan
+    from tests.helpers.fitting import QUIET
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return padded_batches(8, 8)
+
+    made = Make("mixtral", wrong=missing)()
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        plan(Trainer(devices=2, strategy=DynMoStrategy(), **QUIET), made, Data())
+    return text.getvalue()
+
+
+def test_plan_finds_the_chain_equal_to_the_forward() -> None:
+    (text,) = run_distributed(plan_of_a_model, 1, False, init_process_group=False)
+    assert "Chain equals forward: yes" in text
+    assert "HFEmbedding" in text
+    with pytest.raises(RankError, match="The pipeline runs the chain, so it would train another model"):
+        run_distributed(plan_of_a_model, 1, True, init_process_group=False)

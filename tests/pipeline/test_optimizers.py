@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fitting import NUM_MICROBATCHES, differences, fit_as_pipeline, fit_on_one_device, load
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 WIDTH, STEPS = 6, 7
 OPTIONS = {"max_steps": STEPS}
