@@ -9,6 +9,7 @@ from lightning_dynmo.callbacks import (
     layers_of,
 )
 from lightning_dynmo.data import TextDataModule
+from lightning_dynmo.hf import hf_layers
 from lightning_dynmo.models import GPT
 from lightning_dynmo.module import PipelineModule
 from lightning_dynmo.pipeline import PipelineError
@@ -31,5 +32,6 @@ __all__ = [
     "PipelineModule",
     "RebalanceCallback",
     "TextDataModule",
+    "hf_layers",
     "layers_of",
 ]

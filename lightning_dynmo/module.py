@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,8 @@ def pipeline_inputs(module: LightningModule, chain: LayerChain, batch: Any) -> I
     """Returns what a microbatch brings into the pipeline.
 
     That is what the module's own ``pipeline_inputs(batch) -> (args, kwargs)`` says. Without one: the first entry of a
-    pair, the entries of a mapping that a layer's ``forward`` names, or the batch itself if it is a tensor.
+    pair, the entries of a mapping that a layer's ``forward`` names and the module's own takes (such as labels only
+    where ``self(...)`` takes labels), or the batch itself if it is a tensor.
 
     Raises:
         TypeError: If the batch is of another kind, or ``pipeline_inputs`` returns something else.
@@ -87,7 +89,8 @@ def pipeline_inputs(module: LightningModule, chain: LayerChain, batch: Any) -> I
         return Inputs((batch,), {})
     if isinstance(batch, Mapping):
         names = {name for layer in chain.layers for name in accepted_keywords(layer)}
-        kwargs = {key: value for key, value in batch.items() if key in names}
+        taken = _names_taken(module, chain)
+        kwargs = {key: value for key, value in batch.items() if key in names and (taken is None or key in taken)}
         if kwargs:
             return Inputs((), kwargs)
         raise ValueError(
@@ -130,6 +133,14 @@ def check_call(chain: LayerChain, name: str, expected: Inputs, args: tuple[Any, 
                 f"In {name}, the argument {key!r} of self(...) is {_describe(given[key])} and differs from what went "
                 f"into the pipeline, {_describe(used[key])}. {cure}"
             )
+
+
+def _names_taken(module: LightningModule, chain: LayerChain) -> set[str] | None:
+    """Returns the names that ``self(...)`` can be given, by keyword or for the first layer; None for any."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters} | set(accepted_keywords(chain.layers[0]))
 
 
 def _check_keywords_have_takers(chain: LayerChain, kwargs: Mapping[str, Any], source: str) -> None:

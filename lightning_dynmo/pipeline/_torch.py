@@ -12,7 +12,7 @@ from typing import Any
 
 try:
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
     from torch.distributed.pipelining.schedules import _Action as Action
     from torch.distributed.pipelining.schedules import _add_send_recv
@@ -25,6 +25,7 @@ except ImportError as error:
 __all__ = [
     "Action",
     "ActionType",
+    "FakeTensor",
     "FakeTensorMode",
     "PrefixStore",
     "Store",

@@ -60,17 +60,17 @@ class Watch(Callback):
         self._count = 0
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        from lightning_dynmo.pipeline.stage import Stage
+        from lightning_dynmo.pipeline.execution import ScheduleRun
 
         if not self.balances:
-            watch, send = self, Stage.get_bwd_send_ops
+            watch, send = self, ScheduleRun._send
 
-            def counted(stage: Stage, chunk: int) -> list[Any]:
-                operations = send(stage, chunk)
-                watch._count += len(operations)
-                return operations
+            def counted(run: ScheduleRun, message: Any) -> None:
+                if message[0] == "gradients":
+                    watch._count += sum(tensor is not None for tensor in run._made[message])
+                send(run, message)
 
-            Stage.get_bwd_send_ops = counted
+            ScheduleRun._send = counted
         self.balances.append(trainer.strategy.runtime.assignment.balance)
         self._count = 0
 

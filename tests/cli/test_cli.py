@@ -154,7 +154,7 @@ def test_plan_names_what_is_shared_and_outside_and_says_that_training_would_be_r
     assert code == 1, output
     assert "layers.0.tokens.weight: layers 0, 3" in output
     assert "temperature: 1, trainable" in output
-    assert "error: Layers of the pipeline share parameters: layers.0.tokens.weight by layers 0, 3." in output
+    assert "error: 1 trainable parameters are in no layer of Tied.configure_pipeline(): temperature" in output
     assert "Traceback" not in output
 
 
