@@ -22,6 +22,13 @@ TIED = {"llama": ("model.model.embed_tokens.weight", "model.lm_head.weight")}
 TIED["gpt2"] = ("model.transformer.wte.weight", "model.lm_head.weight")
 
 
+class TiedLM(LM):
+    """Trained by SGD: Adam makes steps of full size from biases whose gradient is nothing but rounding."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
 class Make:
     """Makes the tied module of one kind; can be sent to another process."""
 
@@ -29,8 +36,8 @@ class Make:
         self.kind = kind
         self.tied = tied
 
-    def __call__(self) -> LM:
-        made = LM(self.kind, tie_word_embeddings=self.tied)
+    def __call__(self) -> TiedLM:
+        made = TiedLM(self.kind, tie_word_embeddings=self.tied)
         embedding, head = (made.get_parameter(name) for name in TIED[self.kind])
         assert (embedding is head) == self.tied
         return made
