@@ -150,6 +150,8 @@ class PipelineSteps:
             result = method.result()
         except Exception as error:
             raise PipelineError(f"rank {groups.global_rank}, {name}: {error}") from error
+        if name == "predict_step":  # logs nothing, and replicas may have batches of different number
+            return result
         return merge_replicas(result, groups.gather_replicas(result.shared))
 
     def _log_profile(self) -> None:

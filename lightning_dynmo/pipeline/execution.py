@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -27,6 +28,9 @@ _NAMES = {
     ActionType.RECV_B: "receive gradients",
 }
 _LAST = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)
+
+_MAX_SENDING = 8
+"""Messages that are on their way at a time."""
 
 Message = tuple[str, int, int]
 """What a tensor is for: ``"activations"`` or ``"gradients"``, the stage that takes it, and the microbatch."""
@@ -61,7 +65,7 @@ class ScheduleRun:
         self._on_gradients = on_gradients
         self._arriving: dict[Message, tuple[list[Any], tuple[Tensor | None, ...]]] = {}
         self._made: dict[Message, Sequence[Tensor | None]] = {}
-        self._sending: list[tuple[list[Any], list[Tensor]]] = []
+        self._sending: deque[tuple[list[Any], list[Tensor]]] = deque()
 
     def run(self, actions: Sequence[Action], num_microbatches: int) -> None:
         """Carries out this rank's actions."""
@@ -76,10 +80,7 @@ class ScheduleRun:
                 missing[stage] -= 1
                 if not missing[stage]:
                     self._on_gradients(self._stages[stage])
-        for works, _ in self._sending:
-            for work in works:
-                work.wait()
-        self._sending.clear()
+        self._wait_for_sends(0)
 
     def _perform(self, kind: ActionType, stage: Stage, microbatch: int) -> None:
         index = stage.index
@@ -142,6 +143,18 @@ class ScheduleRun:
         operations = [dist.P2POp(dist.isend, tensor, peer, self._groups.pipeline) for tensor in tensors]
         if operations:
             self._sending.append((dist.batch_isend_irecv(operations), tensors))
+            self._wait_for_sends(_MAX_SENDING)
+
+    def _wait_for_sends(self, most: int) -> None:
+        """Waits until so many messages at most are on their way, whose memory is kept.
+
+        The order of a schedule puts each receive before anything that needs a later message of the sender's, so that
+        waiting for a send cannot block.
+        """
+        while len(self._sending) > most:
+            works, _ = self._sending.popleft()
+            for work in works:
+                work.wait()
 
     def _receive(self, message: Message, source: int, forms: Sequence[Tensor | None]) -> None:
         peer, device = self._groups.peer(self._placement[source]), self._groups.device

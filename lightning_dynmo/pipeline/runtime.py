@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
 from lightning_dynmo.pipeline._torch import Order
-from lightning_dynmo.pipeline.borders import Border, infer_borders, signature_of
+from lightning_dynmo.pipeline.borders import Border, condition_of, form_of, infer_borders
 from lightning_dynmo.pipeline.exchange import Profile, agree_on, gather_profile
 from lightning_dynmo.pipeline.execution import ScheduleRun
 from lightning_dynmo.pipeline.groups import PipelineGroups
@@ -285,7 +285,8 @@ class PipelineRuntime:
     def _iteration(
         self, inputs: Sequence[Inputs], last_step: LastStep, step: int, timer: LayerTimer | None
     ) -> Iteration:
-        borders = [self._borders_for(entry) for entry in inputs]
+        condition = condition_of(self.chain)
+        borders = [self._borders_for(entry, condition) for entry in inputs]
         first = self.groups.dp_rank * len(inputs)
         return Iteration(inputs, borders, last_step, (self._seed, step), first, timer)
 
@@ -316,9 +317,9 @@ class PipelineRuntime:
                 )
         return self._stages
 
-    def _borders_for(self, inputs: Inputs) -> list[Border]:
+    def _borders_for(self, inputs: Inputs, condition: tuple[Any, ...]) -> list[Border]:
         """Returns what crosses between layers, which does not depend on where the layers are."""
-        signature = signature_of(inputs, self.chain)
+        signature = (form_of(inputs), condition)
         if signature not in self._borders:
             self._borders[signature] = infer_borders(self.chain, inputs, self._precision_context)
             if len(self._borders) > _MAX_BORDERS:
