@@ -14,6 +14,7 @@ from lightning_dynmo.pipeline.microbatches import (
     split_batch,
 )
 from lightning_dynmo.pipeline.migration import Migration
+from lightning_dynmo.pipeline.remote_gradients import remote_gradients
 from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
 from lightning_dynmo.pipeline.schedules import SCHEDULES, check_num_microbatches, check_schedule
 
@@ -39,5 +40,6 @@ __all__ = [
     "largest_divisor",
     "load_optimizer_state",
     "merge_outputs",
+    "remote_gradients",
     "split_batch",
 ]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dynmo.pipeline.groups import PipelineGroups
+from lightning_dynmo.pipeline.remote_gradients import RemoteGradient
 
 
 class GradientWindow:
@@ -72,7 +73,7 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, groups: 
     """
     norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=groups.device)
     for position, parameter in enumerate(parameters):
-        if parameter.grad is not None:
+        if parameter.grad is not None and not isinstance(parameter.grad, RemoteGradient):
             norms[0, position] = torch.linalg.vector_norm(parameter.grad)
             norms[1, position] = 1
     dist.all_reduce(norms, group=groups.pipeline)

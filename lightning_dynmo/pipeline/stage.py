@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dynmo.ownership import LayerChain
-from lightning_dynmo.pipeline._torch import PipelineStage
+from lightning_dynmo.pipeline._torch import PipelineStage, named_range
 from lightning_dynmo.pipeline.borders import Border, as_border, call_layer, check_border
 from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error, is_lost_connection
 from lightning_dynmo.pipeline.groups import PipelineGroups
@@ -230,7 +230,11 @@ class Stage(PipelineStage):
 
     @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._busy(), self.module.named_failure(f"forward of microbatch {fwd_chunk_id}"):
+        with (
+            self._busy(),
+            named_range("dynmo: forward of stage", self.stage_index, "microbatch", fwd_chunk_id),
+            self.module.named_failure(f"forward of microbatch {fwd_chunk_id}"),
+        ):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._drop_buffers(self.args_recv_info[fwd_chunk_id])
         return output
@@ -241,6 +245,7 @@ class Stage(PipelineStage):
         with (
             self._busy(),
             nullcontext() if timer is None else timer.backward(bwd_chunk_id),
+            named_range("dynmo: backward of stage", self.stage_index, "microbatch", bwd_chunk_id),
             self.module.named_failure(f"backward of microbatch {bwd_chunk_id}"),
         ):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
