@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
 
 from tests.helpers.distributed import run_distributed
@@ -123,6 +123,49 @@ def test_the_average_is_not_the_model(reference: tuple[Path, dict[str, Any]]) ->
     middle = load(reference[0] / "middle.ckpt")
     assert differences(comparable(middle["state_dict"]), comparable(middle["current_model_state"]))
     assert differences(comparable(saved["state_dict"]), comparable(middle["state_dict"]))
+
+
+class Fails(ForcedMoves):
+    """Notes how many bytes of averages this rank holds, then ends the run by a failure of one rank."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        (follower,) = trainer.strategy.runtime.chain.followers
+        self.moved_bytes = follower.resident_bytes()
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            raise ValueError("this rank fails")
+
+
+def refused_and_failed(rank: int) -> tuple[str, str, int, bool, list[str]]:
+    from lightning_dynmo import DynMoStrategy
+
+    def run(*callbacks: Any) -> str:
+        runner = Trainer(devices=2, strategy=DynMoStrategy(num_microbatches=4), callbacks=[*callbacks], **QUIET)
+        try:
+            runner.fit(TinyGPT(), token_loader(64, 16), token_loader(16, 16))
+        except Exception as error:
+            return str(error)
+        return "no error"
+
+    refusal = run(StochasticWeightAveraging(0.1))
+    callback, fails = EMAWeightAveraging(decay=0.5), Fails([])
+    fails.on_train_start = lambda *args: None  # type: ignore[method-assign]
+    failure = run(callback, fails)
+    replaced = [name for name in ("_swap_models", "_copy_average_to_current") if name in vars(callback)]
+    return refusal, failure, fails.moved_bytes, callback._average_model is None, replaced
+
+
+def test_a_rank_holds_the_averages_of_its_own_layers_and_a_failed_run_leaves_none() -> None:
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in TinyGPT().state_dict().values())
+    held = 0
+    for refusal, failure, num_bytes, dropped, replaced in run_distributed(refused_and_failed, 2):
+        assert refusal.startswith("StochasticWeightAveraging copies the whole model")
+        assert "Use lightning.pytorch.callbacks.WeightAveraging instead" in refusal
+        assert "this rank fails" in failure
+        assert 0.2 * whole < num_bytes < 0.8 * whole
+        assert dropped
+        assert replaced == []
+        held += num_bytes
+    assert held == pytest.approx(whole, rel=0.02)  # shells hold one element for each tensor
 
 
 def comparable(state: dict[str, Any]) -> dict[str, Tensor]:
