@@ -98,7 +98,7 @@ def profile(rank: int, folder: str) -> tuple[dict[str, int], list[str], str]:
     ranges = {event.key: event.count for event in profiler.function_events.key_averages() if "dynmo:" in event.key}
     names = []
     for name in ("simple", "advanced", "pytorch"):
-        other = make_trainer(True, max_steps=6, profiler=name)
+        other = make_trainer(True, max_steps=6, profiler=name, default_root_dir=folder)
         other.fit(TinyGPT(), make_loader(True, 128))
         names.append(type(other.profiler).__name__)
     return ranges, names, (Path(folder) / f"fit-pytorch-{rank}.txt").read_text()
