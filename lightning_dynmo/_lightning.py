@@ -11,7 +11,11 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.pytorch.callbacks import ModelSummary, WeightAveraging
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
+from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table as format_summary_table
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
@@ -19,11 +23,27 @@ from typing_extensions import override
 __all__ = [
     "ScriptLauncher",
     "collect_rng_states",
+    "format_summary_table",
     "gather_over",
     "init_dist_connection",
     "set_rng_states",
     "sync_over",
 ]
+
+_METHODS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (ModelSummary, ("_summary",)),
+    (Precision, ("_after_closure",)),
+    (Summary, ("_get_summary_data",)),
+    (WeightAveraging, ("_copy_average_to_current", "_swap_models")),
+)
+
+for _class, _names in _METHODS:
+    for _name in _names:
+        if not hasattr(_class, _name):
+            raise ImportError(
+                f"{_class.__module__}.{_class.__name__} has no {_name}, which lightning_dynmo depends on. Install "
+                "lightning 2.6."
+            )
 
 
 def sync_over(group: ProcessGroup, tensor: Tensor, reduce_op: Any) -> Tensor:

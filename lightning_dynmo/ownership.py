@@ -61,6 +61,7 @@ class LayerChain:
         ]
         self._sizes = tuple(self._measure(index) for index in range(len(self.layers)))
         self._foreign: dict[int, int] = {}
+        self.followers: list[LayerChain] = []  # copies of the model, each layer of which lives where ours does
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -160,6 +161,8 @@ class LayerChain:
                     tensor.grad = None
                     tensor.data = _shell_like(tensor, device or tensor.device)
         self._mark_shells()
+        for follower in self.followers:
+            follower.let_go(index, owner)
 
     def take(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Gives a shell the data that another rank sent.

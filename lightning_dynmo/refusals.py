@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -103,10 +102,10 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Pre
     if getattr(precision, "scaler", None) is not None:
         raise ValueError("precision='16-mixed' scales losses, which is not supported; use precision='bf16-mixed'.")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging):
             raise ValueError(
-                f"{type(callback).__name__} copies the whole model on every rank, which a pipeline does not hold. "
-                "Remove it, and average checkpoints after training instead."
+                f"{type(callback).__name__} copies the whole model on every rank and replaces the schedule of learning "
+                "rates. Use lightning.pytorch.callbacks.WeightAveraging instead, which averages layer by layer."
             )
         if isinstance(callback, LearningRateFinder | BatchSizeFinder):
             raise ValueError(

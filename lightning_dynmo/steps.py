@@ -163,3 +163,6 @@ class PipelineSteps:
         self.module.log("dynmo/step_time_s", runtime.profile.step_s)
         for stage, stage_load in enumerate(stage_loads):
             self.module.log(f"dynmo/load/stage_{stage}", stage_load)
+        for stage, (busy_s, wait_s) in enumerate(zip(runtime.profile.busy_s, runtime.profile.wait_s, strict=True)):
+            self.module.log(f"dynmo/busy_s/stage_{stage}", busy_s)
+            self.module.log(f"dynmo/wait_s/stage_{stage}", wait_s)

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dynmo.averaging import LayerwiseAverages
+from lightning_dynmo.hooks import GradientHooks
 from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
@@ -41,6 +43,7 @@ from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table
 from lightning_dynmo.sameness import share_random_state
 from lightning_dynmo.steps import PipelineSteps, Window
+from lightning_dynmo.summary import show_stages
 
 T = TypeVar("T")
 
@@ -124,6 +127,8 @@ class DynMoStrategy(PipelineProcesses):
         self.activation_checkpointing = activation_checkpointing
         self._runtime: PipelineRuntime | None = None
         self._steps: PipelineSteps | None = None
+        self._hooks: GradientHooks | None = None
+        self._averages: LayerwiseAverages | None = None
         self._local_metrics = LocalMetrics()
         self._example_input: Any = None
         self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
@@ -178,8 +183,12 @@ class DynMoStrategy(PipelineProcesses):
             precision_context=self.precision_plugin.forward_context,
         )
         self._steps = PipelineSteps(module, self._runtime, self._microbatches)
+        self._hooks = GradientHooks(trainer, module, self._runtime)
+        self._averages = LayerwiseAverages(trainer, self._runtime)
+        show_stages(trainer)
         with self._groups.guard("distribution of the layers"):
             self._runtime.distribute()
+            self._averages.share_stationary()
         prepare_metrics(module, chain, self.root_device)
         self._local_metrics.begin(self._groups)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -188,6 +197,7 @@ class DynMoStrategy(PipelineProcesses):
             self._runtime.optimizers = self.optimizers
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin._after_closure = self._before_optimizer_step  # type: ignore[assignment, method-assign]
 
     @override
     def model_to_device(self) -> None:
@@ -216,6 +226,8 @@ class DynMoStrategy(PipelineProcesses):
                     optimizer.load_state_dict(state)
             self._saved, self._microbatches = self._plan(), self.steps.num_microbatches
             self._runtime = self._steps = None
+        if self._averages is not None:
+            self._averages.end()
         self._local_metrics.end()
         if self._example_input is not None and self.lightning_module is not None:
             self.lightning_module.example_input_array = self._example_input
@@ -225,6 +237,8 @@ class DynMoStrategy(PipelineProcesses):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._runtime = self._steps = None
+        if self._averages is not None:
+            self._averages.end()
 
     # Steps
 
@@ -245,11 +259,13 @@ class DynMoStrategy(PipelineProcesses):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Puts the gradients of the schedule, which has run already, in place, between the hooks of a backward."""
         assert self.lightning_module is not None
+        assert self._hooks is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._together("exchange of gradients"):
             self.steps.gradients.place()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        with self._hooks.around("on_after_backward"):
+            closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -343,6 +359,13 @@ class DynMoStrategy(PipelineProcesses):
     @override
     def _in_step_method(self) -> bool:
         return self._steps is not None and self._steps.running
+
+    def _before_optimizer_step(self, model: LightningModule, optimizer: Optimizer) -> None:
+        """Runs the hooks between backward and optimizer step, and clips."""
+        assert self._hooks is not None
+        plugin = self.precision_plugin
+        with self._hooks.around("on_before_optimizer_step", "configure_gradient_clipping"):
+            type(plugin)._after_closure(plugin, model, optimizer)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with self._together("clipping of gradients") as groups:

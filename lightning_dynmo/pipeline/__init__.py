@@ -13,6 +13,7 @@ from lightning_dynmo.pipeline.microbatches import (
     split_batch,
 )
 from lightning_dynmo.pipeline.migration import Migration
+from lightning_dynmo.pipeline.remote_gradients import remote_gradients
 from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
 from lightning_dynmo.pipeline.schedules import (
     SCHEDULES,
@@ -45,5 +46,6 @@ __all__ = [
     "load_optimizer_state",
     "merge_outputs",
     "nearest_num_microbatches",
+    "remote_gradients",
     "split_batch",
 ]

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
-from lightning_dynmo.pipeline._torch import Action, ActionType
+from lightning_dynmo.pipeline._torch import Action, ActionType, named_range
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.stage import Stage
 from lightning_dynmo.profiling import LayerTimer
@@ -20,12 +19,12 @@ from lightning_dynmo.profiling import LayerTimer
 _NAMES = {
     ActionType.FORWARD: "forward",
     ActionType.FULL_BACKWARD: "backward",
-    ActionType.BACKWARD_INPUT: "backward of inputs",
-    ActionType.BACKWARD_WEIGHT: "backward of weights",
-    ActionType.SEND_F: "send activations",
-    ActionType.RECV_F: "receive activations",
-    ActionType.SEND_B: "send gradients",
-    ActionType.RECV_B: "receive gradients",
+    ActionType.BACKWARD_INPUT: "input backward",
+    ActionType.BACKWARD_WEIGHT: "weight backward",
+    ActionType.SEND_F: "sending activations",
+    ActionType.RECV_F: "receiving activations",
+    ActionType.SEND_B: "sending gradients",
+    ActionType.RECV_B: "receiving gradients",
 }
 _LAST = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)
 
@@ -74,7 +73,7 @@ class ScheduleRun:
             kind, stage, microbatch = action.computation_type, action.stage_index, action.microbatch_index
             if kind not in _NAMES:  # marks for other ways of sharding, which torch puts in
                 continue
-            with record_function(f"{_NAMES[kind]}: stage {stage}, microbatch {microbatch}"):
+            with named_range(f"dynmo: {_NAMES[kind]} of stage", stage, "microbatch", microbatch):
                 self._perform(kind, self._stages[stage], microbatch or 0)
             if kind in _LAST:
                 missing[stage] -= 1

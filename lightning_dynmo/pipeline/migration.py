@@ -192,7 +192,9 @@ class Migration:
 def migrate(
     chain: LayerChain, moves: Iterable[Move], groups: PipelineGroups, optimizers: Sequence[Optimizer]
 ) -> Migration:
-    """Moves layers between the ranks of a pipeline; every rank calls this with the same moves.
+    """Moves layers between the ranks of a pipeline, and those of the chain's followers with them.
+
+    Every rank calls this with the same moves.
 
     Args:
         chain: All layers.
@@ -213,6 +215,7 @@ def migrate(
 
 def _migrate(chain: LayerChain, moves: Sequence[Move], groups: PipelineGroups, optimizers: Sequence[Optimizer]) -> int:
     arrived, moved_bytes = transfer(chain, moves, groups, optimizers)
+    following = [(follower, *transfer(follower, moves, groups, ())) for follower in chain.followers]
     for move in moves:
         if move.source == groups.pp_rank:
             chain.let_go(move.layer, move.target)
@@ -222,6 +225,10 @@ def _migrate(chain: LayerChain, moves: Sequence[Move], groups: PipelineGroups, o
                         optimizer.state.pop(parameter, None)
     for index, package in arrived.items():
         unpack(chain, index, optimizers, package)
+    for follower, packages, follower_bytes in following:
+        moved_bytes += follower_bytes
+        for index, package in packages.items():
+            unpack(follower, index, (), package)
     for move in moves:
         if not chain.owns(move.layer):
             chain.let_go(move.layer, move.target)  # so that the shell's error names the new owner
@@ -293,7 +300,8 @@ def make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups)
         groups: Process groups of this rank.
     """
     with torch.inference_mode(False), torch.no_grad():
-        _make_whole(chain, owners, groups)
+        for each in (chain, *chain.followers):
+            _make_whole(each, owners, groups)
 
 
 def _make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups) -> None:
