@@ -163,6 +163,7 @@ class PipelineSteps:
         self.module.log("dynmo/step_time_s", runtime.profile.step_s)
         for stage, stage_load in enumerate(stage_loads):
             self.module.log(f"dynmo/load/stage_{stage}", stage_load)
-        for stage, (busy_s, wait_s) in enumerate(zip(runtime.profile.busy_s, runtime.profile.wait_s, strict=True)):
-            self.module.log(f"dynmo/busy_s/stage_{stage}", busy_s)
-            self.module.log(f"dynmo/wait_s/stage_{stage}", wait_s)
+        unit = "stage" if runtime.stages_per_rank == 1 else "rank"
+        for index, (busy_s, wait_s) in enumerate(zip(runtime.profile.busy_s, runtime.profile.wait_s, strict=True)):
+            self.module.log(f"dynmo/busy_s/{unit}_{index}", busy_s)
+            self.module.log(f"dynmo/wait_s/{unit}_{index}", wait_s)
