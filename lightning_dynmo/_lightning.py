@@ -10,7 +10,9 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from typing_extensions import override
 
 __all__ = [
@@ -18,7 +20,17 @@ __all__ = [
     "collect_rng_states",
     "init_dist_connection",
     "set_rng_states",
+    "signal_connector_of",
 ]
+
+for _name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+    if not hasattr(_SignalConnector, _name):
+        raise ImportError(f"Lightning's handling of signals has no {_name}; use a release of lightning 2.6.")
+
+
+def signal_connector_of(trainer: Trainer) -> Any:
+    """Returns the part of a Trainer that handles signals."""
+    return trainer._signal_connector
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):

@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -98,7 +99,9 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._groups is not None:
-            self._groups.fail(exception)
+            # All ranks have agreed on the end: no need to ask who else has failed.
+            agreed = isinstance(exception, SIGTERMException)
+            self._groups.fail(PipelineError(str(exception)) if agreed else exception)
             self._groups = None
 
     @override
@@ -135,6 +138,21 @@ class PipelineProcesses(ParallelStrategy):
             dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=groups.world)
         return bool(vote.item())
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns the picklable values that all ranks have passed, in order of their ranks."""
+        with self._together("exchange between ranks") as groups:
+            values: list[Any] = [None] * self.world_size
+            dist.all_gather_object(values, value, group=groups.world)
+        return values
+
+    def gather_flags(self, flag: bool) -> list[bool]:
+        """Returns the flags that all ranks have passed, in order of their ranks; faster than `gather_objects`."""
+        votes = torch.zeros(self.world_size, dtype=torch.uint8)
+        votes[self.global_rank] = flag
+        with self._together("decision") as groups:
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=groups.world)
+        return [bool(vote) for vote in votes.tolist()]
+
     @property
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
@@ -159,6 +177,8 @@ class PipelineProcesses(ParallelStrategy):
                 "it from a hook such as on_train_batch_end instead."
             )
         failed = sys.exc_info()[1]
+        if isinstance(failed, SIGTERMException):  # raised by all ranks together, which are well
+            failed = None
         if failed is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED:
             self.on_exception(failed)
             raise PipelineError(

@@ -1,16 +1,33 @@
-"""All ranks of a pipeline must read the same batches: one state of random numbers at the start, and a check."""
+"""All ranks of a pipeline must read the same batches: one state of random numbers at the start, and checks."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_dynmo._lightning import collect_rng_states, set_rng_states
 from lightning_dynmo.pipeline import PipelineGroups
+
+_LEAST = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What the ranks told each other before a step.
+
+    Attributes:
+        terminated: Ranks that have received SIGTERM.
+        requeue: Whether any rank has received the signal to save and requeue.
+    """
+
+    terminated: list[int]
+    requeue: bool
 
 
 def share_random_state(groups: PipelineGroups) -> int:
@@ -45,3 +62,52 @@ def check_same_batch(batch: Any, groups: PipelineGroups) -> None:
             "a pipeline must see the same samples. Remove rank-dependent samplers and shuffling, or draw random "
             "numbers for the data from a generator with a fixed seed."
         )
+
+
+def compare_notes(batch: Any, terminated: bool, requeue: bool, where: str, groups: PipelineGroups) -> Notes:
+    """Compares, in one small message, what ranks must agree on before each step; every rank of the run calls this.
+
+    That the batches have one form is checked for every step, since ranks that disagree on a shape or on the number of
+    microbatches read each other's messages wrongly, or wait for ever.
+
+    Args:
+        batch: What this rank is about to run.
+        terminated: Whether this rank has received SIGTERM.
+        requeue: Whether it has received the signal to save and requeue.
+        where: What comes next, such as ``"training_step of batch 12"``.
+        groups: Process groups of this rank.
+
+    Raises:
+        ValueError: If the batches of this pipeline differ in form, on every rank of it.
+    """
+    world_size, mine = groups.failures.world_size, 2 * groups.dp_rank
+    form = form_of(batch)
+    digest = int.from_bytes(hashlib.blake2b(form.encode(), digest_size=7).digest(), "big")
+    notes = torch.zeros(world_size + 1, dtype=torch.int64)
+    notes[groups.global_rank], notes[-1] = terminated, requeue
+    forms = torch.full((2 * groups.dp_size,), _LEAST)
+    forms[mine], forms[mine + 1] = digest, -digest  # the largest of both are equal only if all are
+    votes = torch.cat([notes, forms])
+    with groups.guard(where):
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=groups.world)
+    *flags, wants_requeue = votes[: world_size + 1].tolist()
+    largest, least = votes[world_size + 1 + mine :].tolist()[:2]
+    if largest != -least:
+        told = groups.gather(form)
+        which = "; ".join(f"rank {groups.peer(rank)}: {other}" for rank, other in enumerate(told))
+        raise ValueError(
+            f"The ranks of the pipeline read batches of different form in {where} ({which}), but all stages of a "
+            "pipeline must see the same samples. Remove rank-dependent samplers, collate functions and shuffling."
+        )
+    return Notes([rank for rank, flag in enumerate(flags) if flag], bool(wants_requeue))
+
+
+def form_of(batch: Any) -> str:
+    """Returns the shapes and types of a batch's tensors, and the types of what else is in it."""
+    parts = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            parts.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+        else:
+            parts.append(type(leaf).__name__)
+    return ", ".join(parts)
