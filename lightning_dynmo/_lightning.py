@@ -11,6 +11,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from typing_extensions import override
@@ -23,9 +24,13 @@ __all__ = [
     "signal_connector_of",
 ]
 
-for _name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-    if not hasattr(_SignalConnector, _name):
-        raise ImportError(f"Lightning's handling of signals has no {_name}; use a release of lightning 2.6.")
+for _owner, _name in (
+    (_SignalConnector, "_sigterm_notifier_fn"),
+    (_SignalConnector, "_slurm_sigusr_handler_fn"),
+    (_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
+):
+    if not hasattr(_owner, _name):
+        raise ImportError(f"Lightning's {_owner.__name__} has no {_name}; use a release of lightning 2.6.")
 
 
 def signal_connector_of(trainer: Trainer) -> Any:

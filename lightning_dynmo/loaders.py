@@ -12,8 +12,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-Vote = Callable[[bool], list[bool]]
-"""Returns what every rank has passed."""
+Vote = Callable[[int], list[int]]
+"""Returns the small number that each rank has passed."""
 
 _END = object()
 
@@ -61,11 +61,7 @@ class AgreedLoader:
             if not all(found):
                 if any(found):
                     ended = [rank for rank, has_batch in enumerate(found) if not has_batch]
-                    rank_zero_warn(
-                        f"The ranks' loaders end at different batches: ranks {ended} had no batch {index}, so all "
-                        "ranks stop there. All stages of a pipeline must see the same samples: give every rank the "
-                        "same data, or samples may be paired with targets that are not theirs."
-                    )
+                    _warn(f"ranks {ended} had no batch {index}, so all ranks stop there")
                 return
             yield batch
             index += 1
@@ -90,7 +86,7 @@ def agree_on_loader(loader: Any, gather: Callable[[Any], list[Any]], vote: Vote)
     Args:
         loader: This rank's; all ranks call this for their loaders in the same order.
         gather: Returns what every rank has passed.
-        vote: The same for a flag; called with every batch, so it had better be fast.
+        vote: The same for small numbers; called with every batch, so it had better be fast.
     """
     if isinstance(loader, AgreedLoader):  # Lightning keeps what it has processed in the user's CombinedLoader
         loader = loader._loader
@@ -104,6 +100,8 @@ def agree_on_loader(loader: Any, gather: Callable[[Any], list[Any]], vote: Vote)
         return loader
     known = [length for length, _ in lengths if length is not None]
     shortest = min(known) if len(known) == len(lengths) else None
+    if shortest is not None and shortest < max(known):
+        _warn(f"they have {known} batches, so all ranks stop after {shortest}")
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (StatefulAgreedLoader if stateful else AgreedLoader)(loader, shortest, vote)
 
@@ -123,3 +121,10 @@ def seed_workers(loader: Any, rank: int) -> None:
     wanted = init is None and bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
     if wanted or (isinstance(init, partial) and init.func is pl_worker_init_function):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+
+
+def _warn(what: str) -> None:
+    rank_zero_warn(
+        f"The ranks' loaders end at different batches: {what}. All stages of a pipeline must see the same samples: "
+        "give every rank the same data, or samples may be paired with targets that are not theirs."
+    )

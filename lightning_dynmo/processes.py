@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dynmo._lightning import ScriptLauncher, init_dist_connection
-from lightning_dynmo.pipeline import PipelineError, PipelineGroups, create_groups
+from lightning_dynmo.pipeline import PipelineError, PipelineGroups, create_groups, store_of_this_attempt
 from lightning_dynmo.pipeline._torch import Store
 
 T = TypeVar("T")
@@ -145,13 +145,13 @@ class PipelineProcesses(ParallelStrategy):
             dist.all_gather_object(values, value, group=groups.world)
         return values
 
-    def gather_flags(self, flag: bool) -> list[bool]:
-        """Returns the flags that all ranks have passed, in order of their ranks; faster than `gather_objects`."""
-        votes = torch.zeros(self.world_size, dtype=torch.uint8)
-        votes[self.global_rank] = flag
-        with self._together("decision") as groups:
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=groups.world)
-        return [bool(vote) for vote in votes.tolist()]
+    def gather_numbers(self, number: int) -> list[int]:
+        """Returns the numbers in [0, 255] that all ranks have passed; faster than `gather_objects`."""
+        numbers = torch.zeros(self.world_size, dtype=torch.uint8)
+        numbers[self.global_rank] = number
+        with self._together("exchange between ranks") as groups:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=groups.world)
+        return [int(value) for value in numbers.tolist()]
 
     @property
     def _trainer(self) -> Trainer:
@@ -165,6 +165,8 @@ class PipelineProcesses(ParallelStrategy):
     def _connect(self, store: Store | None) -> None:
         assert self.cluster_environment is not None
         backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+        if store is None:
+            store = store_of_this_attempt(self.global_rank, self.world_size, self.timeout)
         options: dict[str, Any] = {} if store is None else {"store": store}
         init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, **options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,21 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dynmo._lightning import collect_rng_states, set_rng_states
 from lightning_dynmo.pipeline import PipelineGroups
-
-_LEAST = torch.iinfo(torch.int64).min
-
-
-@dataclass(frozen=True, slots=True)
-class Notes:
-    """What the ranks told each other before a step.
-
-    Attributes:
-        terminated: Ranks that have received SIGTERM.
-        requeue: Whether any rank has received the signal to save and requeue.
-    """
-
-    terminated: list[int]
-    requeue: bool
 
 
 def share_random_state(groups: PipelineGroups) -> int:
@@ -64,42 +48,31 @@ def check_same_batch(batch: Any, groups: PipelineGroups) -> None:
         )
 
 
-def compare_notes(batch: Any, terminated: bool, requeue: bool, where: str, groups: PipelineGroups) -> Notes:
-    """Compares, in one small message, what ranks must agree on before each step; every rank of the run calls this.
+def check_same_form(batch: Any, where: str, groups: PipelineGroups) -> None:
+    """Checks that every rank of the pipeline is about to run a batch of the same form; cheap enough for every step.
 
-    That the batches have one form is checked for every step, since ranks that disagree on a shape or on the number of
-    microbatches read each other's messages wrongly, or wait for ever.
+    Ranks that disagree on shapes or on the number of microbatches misread each other's messages, or wait for ever.
 
     Args:
         batch: What this rank is about to run.
-        terminated: Whether this rank has received SIGTERM.
-        requeue: Whether it has received the signal to save and requeue.
         where: What comes next, such as ``"training_step of batch 12"``.
         groups: Process groups of this rank.
 
     Raises:
-        ValueError: If the batches of this pipeline differ in form, on every rank of it.
+        ValueError: If the forms differ, on every rank.
     """
-    world_size, mine = groups.failures.world_size, 2 * groups.dp_rank
     form = form_of(batch)
     digest = int.from_bytes(hashlib.blake2b(form.encode(), digest_size=7).digest(), "big")
-    notes = torch.zeros(world_size + 1, dtype=torch.int64)
-    notes[groups.global_rank], notes[-1] = terminated, requeue
-    forms = torch.full((2 * groups.dp_size,), _LEAST)
-    forms[mine], forms[mine + 1] = digest, -digest  # the largest of both are equal only if all are
-    votes = torch.cat([notes, forms])
+    extremes = torch.tensor([digest, -digest])
     with groups.guard(where):
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=groups.world)
-    *flags, wants_requeue = votes[: world_size + 1].tolist()
-    largest, least = votes[world_size + 1 + mine :].tolist()[:2]
-    if largest != -least:
-        told = groups.gather(form)
-        which = "; ".join(f"rank {groups.peer(rank)}: {other}" for rank, other in enumerate(told))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.control)
+    largest, least = extremes[0].item(), -extremes[1].item()
+    if largest != least:
+        told = "; ".join(f"rank {groups.peer(rank)}: {other}" for rank, other in enumerate(groups.gather(form)))
         raise ValueError(
-            f"The ranks of the pipeline read batches of different form in {where} ({which}), but all stages of a "
+            f"The ranks of the pipeline read batches of different form in {where} ({told}), but all stages of a "
             "pipeline must see the same samples. Remove rank-dependent samplers, collate functions and shuffling."
         )
-    return Notes([rank for rank, flag in enumerate(flags) if flag], bool(wants_requeue))
 
 
 def form_of(batch: Any) -> str:

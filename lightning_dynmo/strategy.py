@@ -37,7 +37,7 @@ from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.refusals import check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table
-from lightning_dynmo.sameness import compare_notes, share_random_state
+from lightning_dynmo.sameness import check_same_form, share_random_state
 from lightning_dynmo.signals import Signals
 from lightning_dynmo.steps import PipelineSteps
 
@@ -155,8 +155,9 @@ class DynMoStrategy(PipelineProcesses):
             self._runtime.distribute()
         prepare_metrics(module, chain, self.root_device)
         self._local_metrics.begin()
-        self._signals = Signals(trainer, self._groups.failures)
-        self._signals.take()
+        if self.world_size > 1:
+            self._signals = Signals(trainer, self._groups.failures, self.gather_numbers)
+            self._signals.take()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -212,7 +213,7 @@ class DynMoStrategy(PipelineProcesses):
         step, num_batches = loop.total_batch_idx, trainer.accumulate_grad_batches
         if loop.batch_idx == 0:
             self.steps.begin_loop()
-        self._before("training_step", batch, step)
+        check_same_form(batch, f"training_step of batch {step}", self.runtime.groups)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         return self.steps.train(
             batch,
@@ -269,7 +270,7 @@ class DynMoStrategy(PipelineProcesses):
     def process_dataloader(self, dataloader: object) -> object:
         assert self._groups is not None
         seed_workers(dataloader, self._groups.dp_rank)
-        return agree_on_loader(dataloader, self.gather_objects, self.gather_flags)
+        return agree_on_loader(dataloader, self.gather_objects, self.gather_numbers)
 
     # Checkpoints
 
@@ -311,16 +312,11 @@ class DynMoStrategy(PipelineProcesses):
     # Inside
 
     def _evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        self._before(name, batch, args[0] if args else 0)
+        where = f"{name} of batch {args[0] if args else 0}"
+        if self._signals is not None:
+            self._signals.heed(where)
+        check_same_form(batch, where, self.runtime.groups)
         return self.steps.evaluate(name, batch, args)
-
-    def _before(self, name: str, batch: Any, index: int) -> None:
-        """Compares notes with the other ranks before a step, and heeds the signals that any of them has received."""
-        assert self._groups is not None
-        assert self._signals is not None
-        signals, where = self._signals, f"{name} of batch {index}"
-        notes = compare_notes(batch, signals.terminated, signals.requeue, where, self._groups)
-        signals.heed(notes.terminated, notes.requeue, where)
 
     def _plan(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of the pipeline, in plain types."""

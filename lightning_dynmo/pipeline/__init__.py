@@ -14,6 +14,7 @@ from lightning_dynmo.pipeline.microbatches import (
     split_batch,
 )
 from lightning_dynmo.pipeline.migration import Migration
+from lightning_dynmo.pipeline.rendezvous import store_of_this_attempt
 from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
 from lightning_dynmo.pipeline.schedules import SCHEDULES, check_num_microbatches, check_schedule
 
@@ -40,4 +41,5 @@ __all__ = [
     "load_optimizer_state",
     "merge_outputs",
     "split_batch",
+    "store_of_this_attempt",
 ]

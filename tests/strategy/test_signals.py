@@ -29,7 +29,7 @@ def test_one_rank_is_terminated(tmp_path: Path) -> None:
     outcome = launch("torchrun", tmp_path, cases)
     check(outcome, "terminated_while_waiting", r"^rank 1 received SIGTERM; .* before training_step of batch 3")
     check(outcome, "terminated_in_validation", r"^rank 2 received SIGTERM; .* before validation_step of batch 2")
-    stuck = r"^rank 0 received SIGTERM, and the ranks did not come to the next step within 1 s"
+    stuck = r"^rank 0 received SIGTERM, and the ranks did not come to the next batch within 1 s"
     check(outcome, "terminated_and_stuck", stuck, "PipelineError")
     assert all(entry["kind"] is None for entry in outcome.records("succeeds").values()), outcome.records("succeeds")
     check(outcome, "terminated", r"^rank 1 received SIGTERM; all ranks ended together before training_step of batch 2")
