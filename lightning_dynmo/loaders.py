@@ -12,8 +12,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-Vote = Callable[[int], list[int]]
-"""Returns the small number that each rank has passed."""
+Vote = Callable[[int, str], list[int]]
+"""Returns the small number that each rank has passed; told what it is for."""
 
 _END = object()
 
@@ -57,7 +57,7 @@ class AgreedLoader:
         index = 0
         while True:
             batch = next(batches, _END)
-            found = self._vote(batch is not _END)
+            found = self._vote(batch is not _END, f"reading of batch {index}")
             if not all(found):
                 if any(found):
                     ended = [rank for rank, has_batch in enumerate(found) if not has_batch]

@@ -145,11 +145,16 @@ class PipelineProcesses(ParallelStrategy):
             dist.all_gather_object(values, value, group=groups.world)
         return values
 
-    def gather_numbers(self, number: int) -> list[int]:
-        """Returns the numbers in [0, 255] that all ranks have passed; faster than `gather_objects`."""
+    def gather_numbers(self, number: int, doing: str) -> list[int]:
+        """Returns the numbers in [0, 255] that all ranks have passed; faster than `gather_objects`.
+
+        Args:
+            number: This rank's.
+            doing: What they are for, for the text of errors.
+        """
         numbers = torch.zeros(self.world_size, dtype=torch.uint8)
         numbers[self.global_rank] = number
-        with self._together("exchange between ranks") as groups:
+        with self._together(doing) as groups:
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=groups.world)
         return [int(value) for value in numbers.tolist()]
 

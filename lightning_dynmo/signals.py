@@ -34,10 +34,10 @@ class Signals:
     Args:
         trainer: Whose handlers they are; it installs them just before its first batch.
         failures: Where it is reported if the ranks do not come to the next batch in time.
-        vote: Returns the small numbers that all ranks have passed, in order of their ranks.
+        vote: Returns the small numbers that all ranks have passed, in order of their ranks; told what they are for.
     """
 
-    def __init__(self, trainer: Trainer, failures: FailureBoard, vote: Callable[[int], list[int]]) -> None:
+    def __init__(self, trainer: Trainer, failures: FailureBoard, vote: Callable[[int, str], list[int]]) -> None:
         self._trainer = trainer
         self._connector = signal_connector_of(trainer)
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
@@ -71,7 +71,8 @@ class Signals:
             SIGTERMException: If a rank has received SIGTERM. With its text as the exit code, Python ends with status 1.
         """
         requeue = self._requeue  # read once, since a signal may come at any time
-        wishes = self._vote(_REQUEUE * (requeue is not None) | _TERMINATE * (self._terminated_at is not None))
+        wish = _REQUEUE * (requeue is not None) | _TERMINATE * (self._terminated_at is not None)
+        wishes = self._vote(wish, where)
         if any(wish & _REQUEUE for wish in wishes):
             self._requeue = None
             type(self._connector)._slurm_sigusr_handler_fn(self._connector, requeue or signal.SIGUSR1, None)
