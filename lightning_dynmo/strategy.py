@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -24,6 +22,7 @@ from typing_extensions import override
 
 from lightning_dynmo.averaging import LayerwiseAverages
 from lightning_dynmo.hooks import GradientHooks
+from lightning_dynmo.loaders import agree_on_loader, seed_workers
 from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
@@ -41,7 +40,8 @@ from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.refusals import check_sizes, check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table
-from lightning_dynmo.sameness import share_random_state
+from lightning_dynmo.sameness import check_same_form, share_random_state
+from lightning_dynmo.signals import Signals
 from lightning_dynmo.steps import PipelineSteps, Window
 from lightning_dynmo.summary import show_stages
 
@@ -129,6 +129,7 @@ class DynMoStrategy(PipelineProcesses):
         self._steps: PipelineSteps | None = None
         self._hooks: GradientHooks | None = None
         self._averages: LayerwiseAverages | None = None
+        self._signals: Signals | None = None
         self._local_metrics = LocalMetrics()
         self._example_input: Any = None
         self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
@@ -191,6 +192,9 @@ class DynMoStrategy(PipelineProcesses):
             self._averages.share_stationary()
         prepare_metrics(module, chain, self.root_device)
         self._local_metrics.begin(self._groups)
+        if self.world_size > 1:
+            self._signals = Signals(trainer, self._groups.failures, self.gather_numbers)
+            self._signals.take()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -229,6 +233,9 @@ class DynMoStrategy(PipelineProcesses):
         if self._averages is not None:
             self._averages.end()
         self._local_metrics.end()
+        if self._signals is not None:
+            self._signals.release()
+            self._signals = None
         if self._example_input is not None and self.lightning_module is not None:
             self.lightning_module.example_input_array = self._example_input
         super().teardown()
@@ -248,6 +255,7 @@ class DynMoStrategy(PipelineProcesses):
         step, num_batches = loop.total_batch_idx, trainer.accumulate_grad_batches
         if loop.batch_idx == 0:
             self.steps.begin_loop()
+        check_same_form(batch, f"training_step of batch {step}", self.runtime.groups)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         window = Window(
             num_batches, starts=loop.batch_idx % num_batches == 0, ends=not trainer.fit_loop._should_accumulate()
@@ -270,16 +278,21 @@ class DynMoStrategy(PipelineProcesses):
         return closure_loss
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._together(f"optimizer step of {self._what_is_here()}"):  # names who has run out of memory
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
     def validation_step(self, batch: Any, *args: Any) -> Any:
-        return self.steps.evaluate("validation_step", batch, args)
+        return self._evaluate("validation_step", batch, args)
 
     @override
     def test_step(self, batch: Any, *args: Any) -> Any:
-        return self.steps.evaluate("test_step", batch, args)
+        return self._evaluate("test_step", batch, args)
 
     @override
     def predict_step(self, batch: Any, *args: Any) -> Any:
-        output = self.steps.evaluate("predict_step", batch, args)
+        output = self._evaluate("predict_step", batch, args)
         return output if self.pp_rank == 0 else None
 
     @override
@@ -296,11 +309,9 @@ class DynMoStrategy(PipelineProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds workers alike on all ranks of a pipeline, so that random augmentation gives them the same samples."""
-        init = getattr(dataloader, "worker_init_fn", None)
-        if isinstance(init, partial) and init.func is pl_worker_init_function:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.dp_rank)  # type: ignore[attr-defined]
-        return dataloader
+        assert self._groups is not None
+        seed_workers(dataloader, self._groups.dp_rank)
+        return agree_on_loader(dataloader, self.gather_objects, self.gather_numbers)
 
     # Checkpoints
 
@@ -341,6 +352,13 @@ class DynMoStrategy(PipelineProcesses):
 
     # Inside
 
+    def _evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        where = f"{name} of batch {args[0] if args else 0}"
+        if self._signals is not None:
+            self._signals.heed(where)
+        check_same_form(batch, where, self.runtime.groups)
+        return self.steps.evaluate(name, batch, args)
+
     def _plan(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of the pipeline, in plain types."""
         if self._runtime is None:
@@ -355,6 +373,13 @@ class DynMoStrategy(PipelineProcesses):
             if (assignment.num_stages, assignment.num_layers) == (num_stages, len(chain)):
                 return assignment
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], num_stages)
+
+    def _what_is_here(self) -> str:
+        """Returns stages and layers of this rank, for errors."""
+        runtime = self.runtime
+        layers = runtime.chain.owned
+        stages = sorted({runtime.assignment.stage_of(layer) for layer in layers})
+        return f"stage {', '.join(map(str, stages))}, layers {', '.join(map(str, layers))}"
 
     @override
     def _in_step_method(self) -> bool:

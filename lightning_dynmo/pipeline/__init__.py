@@ -14,6 +14,7 @@ from lightning_dynmo.pipeline.microbatches import (
 )
 from lightning_dynmo.pipeline.migration import Migration
 from lightning_dynmo.pipeline.remote_gradients import remote_gradients
+from lightning_dynmo.pipeline.rendezvous import store_of_this_attempt
 from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
 from lightning_dynmo.pipeline.schedules import (
     SCHEDULES,
@@ -48,4 +49,5 @@ __all__ = [
     "nearest_num_microbatches",
     "remote_gradients",
     "split_batch",
+    "store_of_this_attempt",
 ]

@@ -273,14 +273,15 @@ def transfer(
             if pair[1] == me:
                 for index in layers[pair]:
                     arrived[index] = _empty_package(manifests[index], groups.device)
-    except RuntimeError as failure:  # out of memory
+    except (RuntimeError, MemoryError) as failure:  # out of memory
         error = failure
-    problems = groups.gather(None if error is None else str(error))
-    if any(problems):
-        told = "; ".join(f"pipeline rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    here = ", ".join(str(index) for pair in pairs for index in layers[pair])
+    where = f"rank {groups.global_rank}, layers {here}"
+    problems = [problem for problem in groups.gather(None if error is None else f"{where}: {error}") if problem]
+    if problems:
         raise RuntimeError(
-            f"Layers could not be moved, so everything stays where it was. No memory for what was to move on {told}. "
-            "Move fewer layers at a time, or leave more memory free on that rank."
+            "Layers could not be moved, so everything stays where it was. No memory for what was to move: "
+            f"{'; '.join(problems)}. Move fewer layers at a time, or leave more memory free on that rank."
         ) from error
 
     _exchange(buffers, groups)
