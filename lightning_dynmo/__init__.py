@@ -8,6 +8,7 @@ from lightning_dynmo.callbacks import (
     RebalanceCallback,
     layers_of,
 )
+from lightning_dynmo.consolidate import consolidate_checkpoint
 from lightning_dynmo.data import TextDataModule
 from lightning_dynmo.models import GPT
 from lightning_dynmo.module import PipelineModule
@@ -31,5 +32,6 @@ __all__ = [
     "PipelineModule",
     "RebalanceCallback",
     "TextDataModule",
+    "consolidate_checkpoint",
     "layers_of",
 ]

@@ -10,11 +10,13 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
 __all__ = [
     "ScriptLauncher",
+    "WrappingCheckpointIO",
     "collect_rng_states",
     "init_dist_connection",
     "set_rng_states",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -11,7 +10,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
@@ -22,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dynmo.checkpoints import PipelineCheckpoints
 from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
@@ -29,12 +28,8 @@ from lightning_dynmo.pipeline import (
     check_num_microbatches,
     check_schedule,
     clip_grad_norm,
-    gather_optimizer_state,
-    gather_state_dict,
-    load_optimizer_state,
 )
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
-from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.refusals import check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table
@@ -43,10 +38,8 @@ from lightning_dynmo.steps import PipelineSteps
 
 T = TypeVar("T")
 
-CHECKPOINT_KEY = "lightning_dynmo"
 
-
-class DynMoStrategy(PipelineProcesses):
+class DynMoStrategy(PipelineCheckpoints):
     """Trains a LightningModule as a pipeline over all devices, with the numbers of one device.
 
     The module needs one method, ``configure_pipeline()``, which returns the chain of layers that its forward runs.
@@ -61,6 +54,8 @@ class DynMoStrategy(PipelineProcesses):
             ``"parameters"`` for stages as equal in parameters as can be.
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
         load: What is to be equal between stages: ``"time"`` as measured, or ``"parameters"``.
+        save_distributed_checkpoint: Whether checkpoints are folders to which each rank writes the layers it owns,
+            instead of one file for which the first rank gathers all layers. Both can be loaded with either setting.
         timeout: Longest wait for another rank.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -82,6 +77,7 @@ class DynMoStrategy(PipelineProcesses):
         balance: list[int] | str = "uniform",
         balancer: Balancer | None = None,
         load: LoadMetric = "time",
+        save_distributed_checkpoint: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -97,26 +93,10 @@ class DynMoStrategy(PipelineProcesses):
         self.balance = balance
         self.balancer = balancer
         self.load = load
-        self._runtime: PipelineRuntime | None = None
-        self._steps: PipelineSteps | None = None
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._local_metrics = LocalMetrics()
         self._example_input: Any = None
-        self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
-        self._saved: Mapping[str, Any] = {}
-
-    @property
-    def runtime(self) -> PipelineRuntime:
-        """The pipeline of this rank; callbacks profile and rebalance through it."""
-        if self._runtime is None:
-            raise RuntimeError("The pipeline exists only while the Trainer runs; use it in hooks after setup.")
-        return self._runtime
-
-    @property
-    def steps(self) -> PipelineSteps:
-        """Runs this rank's part of each step."""
-        if self._steps is None:
-            raise RuntimeError("Steps can run only while the Trainer runs.")
-        return self._steps
+        self._microbatches = None if num_microbatches == "auto" else num_microbatches
 
     # Start and end
 
@@ -139,6 +119,8 @@ class DynMoStrategy(PipelineProcesses):
         self.model = self.precision_plugin.convert_module(module)
         chain = LayerChain(module, layers)
         seed = share_random_state(self._groups)
+        if trainer.state.fn == TrainerFn.FITTING:
+            seed = self._saved.get("seed", seed)  # a resumed run draws on, as if it had never stopped
         self._runtime = PipelineRuntime(
             chain,
             self._groups,
@@ -152,6 +134,7 @@ class DynMoStrategy(PipelineProcesses):
         self._steps = PipelineSteps(module, self._runtime, self.schedule, self._microbatches)
         with self._groups.guard("distribution of the layers"):
             self._runtime.distribute()
+        self.load_owned_layers()
         prepare_metrics(module, chain, self.root_device)
         self._local_metrics.begin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -179,7 +162,8 @@ class DynMoStrategy(PipelineProcesses):
     @override
     def teardown(self) -> None:
         if self._runtime is not None:
-            trained = self.optimizers if self._trainer.state.fn == TrainerFn.FITTING else []
+            gathers = self._trainer.state.fn == TrainerFn.FITTING and not self.save_distributed_checkpoint
+            trained = self.optimizers if gathers else []
             states = [self.optimizer_state(optimizer) for optimizer in trained]
             with self._together("end of the run"):
                 self._runtime.make_whole()
@@ -261,50 +245,7 @@ class DynMoStrategy(PipelineProcesses):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
         return dataloader
 
-    # Checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns on rank 0 the state of the whole model; elsewhere an empty one."""
-        if self._runtime is None:
-            return super().lightning_module_state_dict()
-        with self._together("gathering of the model's state") as groups:
-            return gather_state_dict(self.runtime.chain, self.runtime.owners, groups)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns on rank 0 the state of the optimizer for the whole model; elsewhere an empty one."""
-        if self._runtime is None:
-            return super().optimizer_state(optimizer)
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        with self._together("gathering of the optimizer's state") as groups:
-            return gather_optimizer_state(self.runtime.chain, self.runtime.owners, groups, optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        checkpoint[CHECKPOINT_KEY] = self._plan()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved = checkpoint.get(CHECKPOINT_KEY, {})
-        if self.num_microbatches == "auto":
-            self._microbatches = self._saved.get("num_microbatches")
-        return checkpoint
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state(self.runtime.chain, optimizer, state)
-
     # Inside
-
-    def _plan(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the pipeline, in plain types."""
-        if self._runtime is None:
-            return dict(self._saved)
-        return {"balance": list(self._runtime.assignment.balance), "num_microbatches": self.steps.num_microbatches}
 
     def _first_assignment(self, chain: LayerChain) -> Assignment:
         """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""

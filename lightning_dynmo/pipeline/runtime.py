@@ -104,7 +104,7 @@ class PipelineRuntime:
         self._overhead_s = 0.0
         self._clock_began = time.perf_counter()
         self._schedule = schedule
-        self._seed = seed
+        self.seed = seed
         self._precision_context = precision_context
         self.accumulating = False
         self._profile_next = False
@@ -187,10 +187,10 @@ class PipelineRuntime:
             )
         timer = LayerTimer(self.groups.device) if self._profile_next else None
         prepared = self._prepare(inputs, self._schedule)
-        prepared.module.prepare(inputs, last_step, (self._seed, step), timer)
+        prepared.module.prepare(inputs, last_step, (self.seed, step), timer)
         numbers = torch.arange(len(inputs))
         measured = nullcontext() if timer is None else timer.step()
-        with keyed_python_randomness(self._seed, step), measured:
+        with keyed_python_randomness(self.seed, step), measured:
             prepared.schedule.step(target=numbers, return_outputs=False, microbatch=numbers)
         prepared.module.finish()
         if timer is not None:
@@ -202,9 +202,9 @@ class PipelineRuntime:
     def evaluate(self, inputs: Sequence[Inputs], last_step: LastStep, step: int) -> None:
         """Runs the forward of one batch; call it without gradients. Arguments as in `train`."""
         prepared = self._prepare(inputs, "gpipe")
-        prepared.module.prepare(inputs, last_step, (self._seed, step), None)
+        prepared.module.prepare(inputs, last_step, (self.seed, step), None)
         numbers = torch.arange(len(inputs))
-        with keyed_python_randomness(self._seed, step):
+        with keyed_python_randomness(self.seed, step):
             prepared.schedule.eval(target=numbers, microbatch=numbers)
         prepared.stage.clear_runtime_states()  # torch keeps the activations until the next batch of this shape
         prepared.module.finish()
