@@ -15,6 +15,7 @@ from lightning_dynmo.module import PipelineModule
 from lightning_dynmo.pipeline import PipelineError
 from lightning_dynmo.planning import Assignment, Balancer, PartitionBalancer
 from lightning_dynmo.strategy import DynMoStrategy
+from lightning_dynmo.weights import load_layer_weights
 
 __version__ = "0.1.0"
 
@@ -34,4 +35,5 @@ __all__ = [
     "TextDataModule",
     "consolidate_checkpoint",
     "layers_of",
+    "load_layer_weights",
 ]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import CheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dynmo._lightning import WrappingCheckpointIO
 from lightning_dynmo.atomic import discard
+from lightning_dynmo.divided import DividedModel
+from lightning_dynmo.ownership import enumerate_names
 from lightning_dynmo.pipeline import (
     PipelineRuntime,
     StoredState,
@@ -47,7 +50,16 @@ class PipelineCheckpoints(PipelineProcesses):
     _steps: PipelineSteps | None = None
     _microbatches: int | None = None
     _saved: Mapping[str, Any] = MappingProxyType({})
-    _to_load: tuple[StoredState, bool] | None = None
+    _to_load: Sequence[tuple[Mapping[str, Any], bool]] = ()
+    _division: DividedModel | None = None
+
+    @property
+    def division(self) -> DividedModel:
+        """How the module comes to the ranks in this run."""
+        if self._division is None:
+            assert self.lightning_module is not None
+            self._division = DividedModel(self.lightning_module)
+        return self._division
 
     @property
     def runtime(self) -> PipelineRuntime:
@@ -120,7 +132,6 @@ class PipelineCheckpoints(PipelineProcesses):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        self._to_load = None
         path = local_path(checkpoint_path)
         if path is not None and is_folder(path):
             checkpoint = load_folder(path, weights_only)
@@ -134,17 +145,31 @@ class PipelineCheckpoints(PipelineProcesses):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state = checkpoint["state_dict"]
-        if isinstance(state, StoredState):  # read when it is known which layers this rank owns
-            self._to_load = (state, strict)
+        if isinstance(state, StoredState) or self.division.is_divided:
+            self.load_weights(state, strict)
         else:
             super().load_model_state_dict(checkpoint, strict)
 
+    def load_weights(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads into each rank's layers their part of a whole model's state, when it is known who owns which layers.
+
+        Args:
+            state: Values by key; a mapping that reads them when they are asked for is asked for this rank's only.
+            strict: Whether every key must be there, and no other. If not, rank 0 warns of those that differ.
+        """
+        self._to_load = [*self._to_load, (state, strict)]
+        if self._steps is not None:
+            self.load_owned_layers()
+
     def load_owned_layers(self) -> None:
-        """Loads the weights of this rank's layers, where `load_model_state_dict` has left that for later."""
-        if self._to_load is not None:
-            (state, strict), self._to_load = self._to_load, None
+        """Loads into this rank's layers what waits for them."""
+        waiting, self._to_load = self._to_load, ()
+        for state, strict in waiting:
             with self._together("loading of weights") as groups:
-                load_state_dict(self.runtime.chain, state, groups, strict=strict)
+                missing, unexpected = load_state_dict(self.runtime.chain, state, groups, strict=strict)
+            for kind, names in (("not loaded, since they were missing", missing), ("unexpected", unexpected)):
+                if names:
+                    rank_zero_warn(f"{len(names)} weights were {kind}: {enumerate_names(names, 10)}.")
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -153,7 +178,7 @@ class PipelineCheckpoints(PipelineProcesses):
 
     def _plan(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of the pipeline, in plain types."""
-        if self._runtime is None:
+        if self._runtime is None or self._steps is None:
             return dict(self._saved)
         balance, num_microbatches = list(self._runtime.assignment.balance), self.steps.num_microbatches
         return {"balance": balance, "num_microbatches": num_microbatches, "seed": self._runtime.seed}

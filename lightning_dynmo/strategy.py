@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -101,6 +103,14 @@ class DynMoStrategy(PipelineCheckpoints):
     # Start and end
 
     @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Creates the model without memory for layers that other ranks own; Lightning enters it for configure_model."""
+        assert self._groups is not None
+        with self.division.creating(self._groups):
+            yield
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -109,22 +119,23 @@ class DynMoStrategy(PipelineCheckpoints):
         module = self.lightning_module
         # Its advice does not hold here: every rank logs the same values.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*", module="lightning.*")
-        refuse_unsupported(trainer, module, self.precision_plugin)
+        division = self.division
+        refuse_unsupported(trainer, module, self.precision_plugin, divided=division.left is not None)
         if trainer.state.fn == TrainerFn.FITTING and self.num_microbatches != "auto":
             check_num_microbatches(self.schedule, self.num_microbatches, self.world_size)
         if module.example_input_array is not None:
             rank_zero_warn("example_input_array is not used, since no rank of a pipeline can run the whole model.")
             self._example_input, module.example_input_array = module.example_input_array, None
         layers = pipeline_layers(module)
-        self.model = self.precision_plugin.convert_module(module)
-        chain = LayerChain(module, layers)
+        self.model = division.convert(self.precision_plugin)
+        chain, assignment = division.left or (LayerChain(module, layers), None)
         seed = share_random_state(self._groups)
         if trainer.state.fn == TrainerFn.FITTING:
             seed = self._saved.get("seed", seed)  # a resumed run draws on, as if it had never stopped
         self._runtime = PipelineRuntime(
             chain,
             self._groups,
-            self._first_assignment(chain),
+            assignment or self._first_assignment(chain),
             schedule=self.schedule,
             balancer=self.balancer,
             load=self.load,
@@ -133,7 +144,7 @@ class DynMoStrategy(PipelineCheckpoints):
         )
         self._steps = PipelineSteps(module, self._runtime, self.schedule, self._microbatches)
         with self._groups.guard("distribution of the layers"):
-            self._runtime.distribute()
+            division.distribute(self._runtime)
         self.load_owned_layers()
         prepare_metrics(module, chain, self.root_device)
         self._local_metrics.begin()
@@ -161,17 +172,14 @@ class DynMoStrategy(PipelineCheckpoints):
 
     @override
     def teardown(self) -> None:
-        if self._runtime is not None:
-            gathers = self._trainer.state.fn == TrainerFn.FITTING and not self.save_distributed_checkpoint
-            trained = self.optimizers if gathers else []
-            states = [self.optimizer_state(optimizer) for optimizer in trained]
-            with self._together("end of the run"):
-                self._runtime.make_whole()
-            for optimizer, state in zip(trained, states, strict=True):
-                if state:  # rank 0, which can save a checkpoint from now on by itself
-                    optimizer.load_state_dict(state)
-            self._saved, self._microbatches = self._plan(), self.steps.num_microbatches
-            self._runtime = self._steps = None
+        if self._runtime is not None and self._steps is not None:
+            self._saved, self._microbatches = self._plan(), self._steps.num_microbatches
+            if self.division.is_divided:
+                self.division.leave(self._runtime)
+            else:
+                self._make_whole(self._runtime)
+                self._runtime = None
+        self._steps = self._division = None
         self._local_metrics.end()
         if self._example_input is not None and self.lightning_module is not None:
             self.lightning_module.example_input_array = self._example_input
@@ -180,7 +188,8 @@ class DynMoStrategy(PipelineCheckpoints):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._runtime = self._steps = None
+        self._runtime = self._steps = self._division = None
+        self._to_load = ()
 
     # Steps
 
@@ -255,6 +264,17 @@ class DynMoStrategy(PipelineCheckpoints):
             if (assignment.num_stages, assignment.num_layers) == (self.world_size, len(chain)):
                 return assignment
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], self.world_size)
+
+    def _make_whole(self, runtime: PipelineRuntime) -> None:
+        """Gives every rank the whole model, and rank 0 the optimizers' state, so that it can save by itself."""
+        gathers = self._trainer.state.fn == TrainerFn.FITTING and not self.save_distributed_checkpoint
+        trained = self.optimizers if gathers else []
+        states = [self.optimizer_state(optimizer) for optimizer in trained]
+        with self._together("end of the run"):
+            runtime.make_whole()
+        for optimizer, state in zip(trained, states, strict=True):
+            if state:
+                optimizer.load_state_dict(state)
 
     @override
     def _in_step_method(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_dynmo.ownership import LayerChain
+from lightning_dynmo.ownership import LayerChain, enumerate_names, release_freed_memory
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.migration import Package, state_of, transfer
 from lightning_dynmo.planning import Move
@@ -94,8 +94,10 @@ def owned_optimizer_state(chain: LayerChain, optimizer: Optimizer) -> dict[str, 
     return state_dict
 
 
-def load_state_dict(chain: LayerChain, state: Mapping[str, Any], groups: PipelineGroups, *, strict: bool) -> None:
-    """Loads into each rank's layers their part of a whole model's state; the rest of it is not even read.
+def load_state_dict(
+    chain: LayerChain, state: Mapping[str, Any], groups: PipelineGroups, *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Loads into each rank's layers their part of a whole model's state, layer by layer; the rest is not even read.
 
     Args:
         chain: All layers.
@@ -103,29 +105,40 @@ def load_state_dict(chain: LayerChain, state: Mapping[str, Any], groups: Pipelin
         groups: Process groups of this rank.
         strict: Whether every key must be there, and no other.
 
+    Returns:
+        The keys that are missing and those that are unexpected, alike on every rank.
+
     Raises:
         RuntimeError: If a tensor has another shape, or keys are missing or unexpected and `strict` is set; alike on
             every rank.
     """
-    foreign = _foreign_prefixes(chain)
-    missing, unexpected, problem = set[str](), set[str](), ""
+    own, away = _prefixes(chain)
+    parts: dict[str, list[str]] = {"": []}
+    for key in state:
+        if not key.startswith(away):
+            parts.setdefault(next((prefix for prefix in own if key.startswith(prefix)), ""), []).append(key)
+    missing, unexpected, problem = set(chain.root.state_dict(keep_vars=True)), set[str](), ""
     try:
-        own = {key: state[key] for key in state if not key.startswith(foreign)}
-        result = chain.root.load_state_dict(own, strict=False)
-        missing = {key for key in result.missing_keys if not key.startswith(foreign)}
-        unexpected = set(result.unexpected_keys)
+        for keys in parts.values():
+            result = chain.root.load_state_dict({key: state[key] for key in keys}, strict=False)
+            missing &= set(result.missing_keys)
+            unexpected |= set(result.unexpected_keys)
+            release_freed_memory()
     except RuntimeError as error:  # a size that differs
         problem = str(error)
-    reports = groups.gather((sorted(missing), sorted(unexpected), problem))
+    missing = {key for key in missing if not key.startswith(away)}
+    reports = groups.gather((missing, unexpected, problem))
+    all_missing, all_unexpected = (sorted(set().union(*(report[kind] for report in reports))) for kind in (0, 1))
     problems = [text for *_, text in reports if text]
-    if strict:
-        for number, kind in enumerate(("Missing", "Unexpected")):
-            keys = sorted({key for report in reports for key in report[number]})
-            if keys:
-                problems.append(f"{kind} keys in the state to load: {', '.join(keys)}.")
+    for kind, names in (("Missing", all_missing), ("Unexpected", all_unexpected)):
+        if strict and names:
+            problems.append(f"{kind} keys in what is to be loaded: {enumerate_names(names, 10)}.")
     if problems:
-        cure = " Load with strict=False (or set strict_loading=False in the module) if that is intended."
-        raise RuntimeError(f"The weights do not fit {type(chain.root).__name__}: {' '.join(problems)}{cure}")
+        raise RuntimeError(
+            f"The weights do not fit {type(chain.root).__name__}. {' '.join(problems)} Load weights of the same model, "
+            "or, where only keys differ and that is intended, with strict=False (strict_loading=False in the module)."
+        )
+    return all_missing, all_unexpected
 
 
 def load_optimizer_state(chain: LayerChain, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -184,9 +197,11 @@ def _tensors_and_modules(chain: LayerChain) -> tuple[set[int], set[int]]:
     return ids
 
 
-def _foreign_prefixes(chain: LayerChain) -> tuple[str, ...]:
-    """Returns how keys of the ``state_dict`` begin that belong to layers of other ranks."""
+def _prefixes(chain: LayerChain) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns how keys of the ``state_dict`` begin that belong to layers of this rank, and to those of others only."""
+    mine = {id(chain.layers[index]) for index in chain.owned}
     away = {id(layer) for index, layer in enumerate(chain.layers) if not chain.owns(index)}
     away -= {id(module) for index in chain.owned for module in chain.layers[index].modules()}
-    modules = chain.root.named_modules(remove_duplicate=False)
-    return tuple(f"{name}." for name, module in modules if id(module) in away)
+    modules = list(chain.root.named_modules(remove_duplicate=False))
+    own, others = ([f"{name}." for name, module in modules if id(module) in ids] for ids in (mine, away))
+    return tuple(own), tuple(others)

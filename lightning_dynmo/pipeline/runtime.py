@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -144,14 +144,19 @@ class PipelineRuntime:
         """Begins to count overhead and time anew."""
         self._overhead_s, self._clock_began = 0.0, time.perf_counter()
 
-    def distribute(self) -> None:
-        """Leaves each rank the layers that it owns, with the first rank's values, and moves them to the device."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._distribute()
+    def distribute(self, in_place: Collection[int] = ()) -> None:
+        """Leaves each rank the layers that it owns, with the first rank's values, and moves them to the device.
 
-    def _distribute(self) -> None:
+        Args:
+            in_place: Layers that are with their owners already, and need not come from the first rank.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._distribute(in_place)
+
+    def _distribute(self, in_place: Collection[int]) -> None:
         owners, device = self.owners, self.groups.device
-        migrate(self.chain, [Move(layer, 0, owner) for layer, owner in enumerate(owners) if owner], self.groups, ())
+        moves = [Move(layer, 0, owner) for layer, owner in enumerate(owners) if owner and layer not in in_place]
+        migrate(self.chain, moves, self.groups, ())
         for layer, owner in enumerate(owners):
             if owner == self.groups.pp_rank:
                 for _, tensor in self.chain.tensors(layer):

@@ -361,8 +361,8 @@ def test_weights_that_do_not_fit_are_named_alike_on_every_rank(
     path = str(saved[0] / "folder-3.ckpt")
     texts = run_distributed(load_what_does_not_fit, 3, path, num_blocks, True)
     assert len(set(texts)) == 1
-    assert "Unexpected keys in the state to load: blocks.1.mlp._extra_state, blocks.1.mlp.inner.0.bias" in texts[0]
-    assert "Missing keys in the state to load: blocks.1.mlp.0.bias" in texts[0]
+    assert "Unexpected keys in what is to be loaded: blocks.1.mlp._extra_state, blocks.1.mlp.inner.0.bias" in texts[0]
+    assert "Missing keys in what is to be loaded: blocks.1.mlp.0.bias" in texts[0]
     assert "strict=False" in texts[0]
     assert ("blocks.5.norm.weight" in texts[0]) == (num_blocks == 6)
     assert ("blocks.4.norm.weight" in texts[0]) == (num_blocks == 4)
