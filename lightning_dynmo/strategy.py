@@ -130,7 +130,7 @@ class DynMoStrategy(PipelineCheckpoints):
         self.model = division.convert(self.precision_plugin)
         chain, assignment = division.left or (LayerChain(module, layers), None)
         seed = share_random_state(self._groups)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path:
             seed = self._saved.get("seed", seed)  # a resumed run draws on, as if it had never stopped
         self._runtime = PipelineRuntime(
             chain,

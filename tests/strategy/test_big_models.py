@@ -15,14 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.fitting import (
-    NUM_MICROBATCHES,
-    QUIET,
-    differences,
-    fit_as_pipeline,
-    fit_on_one_device,
-    load,
-)
+from tests.helpers.fitting import NUM_MICROBATCHES, QUIET, differences, fit_as_pipeline, fit_on_one_device, load
 from tests.helpers.models import TinyGPT, token_loader
 
 pytestmark = pytest.mark.distributed
