@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary, WeightAveraging
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 __all__ = [
     "ScriptLauncher",
+    "WrappingCheckpointIO",
     "collect_rng_states",
     "format_summary_table",
     "gather_over",

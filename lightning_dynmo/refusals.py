@@ -74,14 +74,20 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Precision) -> None:
+def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Precision, divided: bool = False) -> None:
     """Checks that the module, callbacks and precision can work with a pipeline.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        precision: The Trainer's precision plugin.
+        divided: Whether the module's layers are still with the ranks of an earlier run.
 
     Raises:
         ValueError: If not; names the cause and what to use instead.
     """
     name = type(module).__name__
-    if has_shells(module):
+    if has_shells(module) and not divided:
         raise ValueError(
             f"{name} has lost the layers that other ranks held when an earlier run failed. Create the module anew, and "
             "go on from the last checkpoint: trainer.fit(module, ckpt_path='last')."

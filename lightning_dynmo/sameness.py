@@ -87,3 +87,20 @@ def form_of(batch: Any) -> str:
         else:
             parts.append(type(leaf).__name__)
     return ", ".join(parts)
+
+
+def check_same_random_state(groups: PipelineGroups) -> None:
+    """Checks that every rank has drawn the same random numbers while it created the model.
+
+    Raises:
+        ValueError: If not, on every rank.
+    """
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
+    digests = groups.gather(digest)
+    strange = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if strange:
+        raise ValueError(
+            f"The ranks of the pipeline drew different random numbers in configure_model (ranks {strange} differ from "
+            "rank 0), so their layers would not belong to one model. Create the same modules in the same order on "
+            "every rank; each keeps its own layers only."
+        )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dynmo.averaging import LayerwiseAverages
+from lightning_dynmo.checkpoints import PipelineCheckpoints
 from lightning_dynmo.hooks import GradientHooks
 from lightning_dynmo.loaders import agree_on_loader, seed_workers
 from lightning_dynmo.module import pipeline_layers
@@ -31,12 +32,8 @@ from lightning_dynmo.pipeline import (
     check_stages_per_rank,
     clip_grad_norm,
     find_schedule,
-    gather_optimizer_state,
-    gather_state_dict,
-    load_optimizer_state,
 )
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
-from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.refusals import check_sizes, check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table
@@ -47,10 +44,8 @@ from lightning_dynmo.summary import show_stages
 
 T = TypeVar("T")
 
-CHECKPOINT_KEY = "lightning_dynmo"
 
-
-class DynMoStrategy(PipelineProcesses):
+class DynMoStrategy(PipelineCheckpoints):
     """Trains a LightningModule as a pipeline over all devices, with the numbers of one device.
 
     The module needs one method, ``configure_pipeline()``, which returns the chain of layers that its forward runs.
@@ -73,6 +68,8 @@ class DynMoStrategy(PipelineProcesses):
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
         load: What is to be equal between stages: ``"time"`` as measured, or ``"parameters"``.
+        save_distributed_checkpoint: Whether checkpoints are folders to which each rank writes the layers it owns,
+            instead of one file for which the first rank gathers all layers. Both can be loaded with either setting.
         timeout: Longest wait for another rank.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -98,6 +95,7 @@ class DynMoStrategy(PipelineProcesses):
         balancer: Balancer | None = None,
         load: LoadMetric = "time",
         activation_checkpointing: bool = False,
+        save_distributed_checkpoint: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -125,31 +123,23 @@ class DynMoStrategy(PipelineProcesses):
         self.balancer = balancer
         self.load = load
         self.activation_checkpointing = activation_checkpointing
-        self._runtime: PipelineRuntime | None = None
-        self._steps: PipelineSteps | None = None
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._hooks: GradientHooks | None = None
         self._averages: LayerwiseAverages | None = None
         self._signals: Signals | None = None
         self._local_metrics = LocalMetrics()
         self._example_input: Any = None
-        self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
-        self._saved: Mapping[str, Any] = {}
-
-    @property
-    def runtime(self) -> PipelineRuntime:
-        """The pipeline of this rank; callbacks profile and rebalance through it."""
-        if self._runtime is None:
-            raise RuntimeError("The pipeline exists only while the Trainer runs; use it in hooks after setup.")
-        return self._runtime
-
-    @property
-    def steps(self) -> PipelineSteps:
-        """Runs this rank's part of each step."""
-        if self._steps is None:
-            raise RuntimeError("Steps can run only while the Trainer runs.")
-        return self._steps
+        self._microbatches = None if num_microbatches == "auto" else num_microbatches
 
     # Start and end
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Creates the model without memory for layers that other ranks own; Lightning enters it for configure_model."""
+        assert self._groups is not None
+        with self.division.creating(self._groups):
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -160,7 +150,8 @@ class DynMoStrategy(PipelineProcesses):
         module = self.lightning_module
         # Its advice does not hold here: every rank logs the same values.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*", module="lightning.*")
-        refuse_unsupported(trainer, module, self.precision_plugin)
+        division = self.division
+        refuse_unsupported(trainer, module, self.precision_plugin, divided=division.left is not None)
         if trainer.state.fn == TrainerFn.FITTING and self.num_microbatches != "auto":
             num_ranks = self.pipeline_parallel_size
             check_num_microbatches(self.schedule, self.num_microbatches, num_ranks, num_ranks * self.stages_per_rank)
@@ -168,13 +159,15 @@ class DynMoStrategy(PipelineProcesses):
             rank_zero_warn("example_input_array is not used, since no rank of a pipeline can run the whole model.")
             self._example_input, module.example_input_array = module.example_input_array, None
         layers = pipeline_layers(module)
-        self.model = self.precision_plugin.convert_module(module)
-        chain = LayerChain(module, layers)
+        self.model = division.convert(self.precision_plugin)
+        chain, assignment = division.left or (LayerChain(module, layers), None)
         seed = share_random_state(self._groups)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path:
+            seed = self._saved.get("seed", seed)  # a resumed run draws on, as if it had never stopped
         self._runtime = PipelineRuntime(
             chain,
             self._groups,
-            self._first_assignment(chain),
+            assignment or self._first_assignment(chain),
             schedule=self.schedule.name,
             stages_per_rank=self.stages_per_rank,
             recompute=self.activation_checkpointing,
@@ -188,8 +181,9 @@ class DynMoStrategy(PipelineProcesses):
         self._averages = LayerwiseAverages(trainer, self._runtime)
         show_stages(trainer)
         with self._groups.guard("distribution of the layers"):
-            self._runtime.distribute()
+            division.distribute(self._runtime)
             self._averages.share_stationary()
+        self.load_owned_layers()
         prepare_metrics(module, chain, self.root_device)
         self._local_metrics.begin(self._groups)
         if self.world_size > 1:
@@ -220,16 +214,14 @@ class DynMoStrategy(PipelineProcesses):
 
     @override
     def teardown(self) -> None:
-        if self._runtime is not None:
-            trained = self.optimizers if self._trainer.state.fn == TrainerFn.FITTING else []
-            states = [self.optimizer_state(optimizer) for optimizer in trained]
-            with self._together("end of the run"):
-                self._runtime.make_whole()
-            for optimizer, state in zip(trained, states, strict=True):
-                if state:  # rank 0, which can save a checkpoint from now on by itself
-                    optimizer.load_state_dict(state)
-            self._saved, self._microbatches = self._plan(), self.steps.num_microbatches
-            self._runtime = self._steps = None
+        if self._runtime is not None and self._steps is not None:
+            self._saved, self._microbatches = self._plan(), self._steps.num_microbatches
+            if self.division.is_divided:
+                self.division.leave(self._runtime)
+            else:
+                self._make_whole(self._runtime)
+                self._runtime = None
+        self._steps = self._division = None
         if self._averages is not None:
             self._averages.end()
         self._local_metrics.end()
@@ -243,7 +235,8 @@ class DynMoStrategy(PipelineProcesses):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._runtime = self._steps = None
+        self._runtime = self._steps = self._division = None
+        self._to_load = ()
         if self._averages is not None:
             self._averages.end()
 
@@ -313,43 +306,6 @@ class DynMoStrategy(PipelineProcesses):
         seed_workers(dataloader, self._groups.dp_rank)
         return agree_on_loader(dataloader, self.gather_objects, self.gather_numbers)
 
-    # Checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns on the first rank of each pipeline the state of the whole model; elsewhere an empty one."""
-        if self._runtime is None:
-            return super().lightning_module_state_dict()
-        with self._together("gathering of the model's state") as groups:
-            return gather_state_dict(self.runtime.chain, self.runtime.owners, groups)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns on the first rank of each pipeline the whole optimizer state; elsewhere an empty one."""
-        if self._runtime is None:
-            return super().optimizer_state(optimizer)
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        with self._together("gathering of the optimizer's state") as groups:
-            return gather_optimizer_state(self.runtime.chain, self.runtime.owners, groups, optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        checkpoint[CHECKPOINT_KEY] = self._plan()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved = checkpoint.get(CHECKPOINT_KEY, {})
-        if self.num_microbatches == "auto":
-            self._microbatches = self._saved.get("num_microbatches")
-        return checkpoint
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state(self.runtime.chain, optimizer, state)
-
     # Inside
 
     def _evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
@@ -358,12 +314,6 @@ class DynMoStrategy(PipelineProcesses):
             self._signals.heed(where)
         check_same_form(batch, where, self.runtime.groups)
         return self.steps.evaluate(name, batch, args)
-
-    def _plan(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the pipeline, in plain types."""
-        if self._runtime is None:
-            return dict(self._saved)
-        return {"balance": list(self._runtime.assignment.balance), "num_microbatches": self.steps.num_microbatches}
 
     def _first_assignment(self, chain: LayerChain) -> Assignment:
         """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""
@@ -380,6 +330,17 @@ class DynMoStrategy(PipelineProcesses):
         layers = runtime.chain.owned
         stages = sorted({runtime.assignment.stage_of(layer) for layer in layers})
         return f"stage {', '.join(map(str, stages))}, layers {', '.join(map(str, layers))}"
+
+    def _make_whole(self, runtime: PipelineRuntime) -> None:
+        """Gives every rank the whole model, and rank 0 the optimizers' state, so that it can save by itself."""
+        gathers = self._trainer.state.fn == TrainerFn.FITTING and not self.save_distributed_checkpoint
+        trained = self.optimizers if gathers else []
+        states = [self.optimizer_state(optimizer) for optimizer in trained]
+        with self._together("end of the run"):
+            runtime.make_whole()
+        for optimizer, state in zip(trained, states, strict=True):
+            if state:
+                optimizer.load_state_dict(state)
 
     @override
     def _in_step_method(self) -> bool:

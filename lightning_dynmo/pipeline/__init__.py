@@ -1,8 +1,16 @@
 """Pipeline parallelism on torch.distributed: takes a chain of modules and a callable, knows nothing of Lightning."""
 
-from lightning_dynmo.pipeline.checkpoint import gather_optimizer_state, gather_state_dict, load_optimizer_state
+from lightning_dynmo.pipeline.checkpoint import (
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    load_state_dict,
+    owned_optimizer_state,
+    owned_state_dict,
+)
 from lightning_dynmo.pipeline.exchange import Profile
 from lightning_dynmo.pipeline.failures import FailureBoard, PipelineError
+from lightning_dynmo.pipeline.folders import StoredState, is_folder, load_folder, save_folder
 from lightning_dynmo.pipeline.gradients import GradientWindow, clip_grad_norm
 from lightning_dynmo.pipeline.groups import PipelineGroups, create_groups
 from lightning_dynmo.pipeline.microbatches import (
@@ -35,6 +43,7 @@ __all__ = [
     "PipelineRuntime",
     "Profile",
     "Rebalance",
+    "StoredState",
     "batch_size_of",
     "check_num_microbatches",
     "check_stages_per_rank",
@@ -44,10 +53,16 @@ __all__ = [
     "find_schedule",
     "gather_optimizer_state",
     "gather_state_dict",
+    "is_folder",
+    "load_folder",
     "load_optimizer_state",
+    "load_state_dict",
     "merge_outputs",
     "nearest_num_microbatches",
+    "owned_optimizer_state",
+    "owned_state_dict",
     "remote_gradients",
+    "save_folder",
     "split_batch",
     "store_of_this_attempt",
 ]
