@@ -7,11 +7,12 @@ Lightning draws all dropout masks from one stream, which no pipeline can, so row
 `DynMoStrategy` on one rank; the rows of mesh (1, 1) hold that against plain Lightning.
 
 `loss` is the largest relative difference of a microbatch's loss over all steps. `weights` is the largest difference of
-a tensor after the last step, relative to how far it has travelled since the start: the norm of ``w - w_reference`` over
-that of ``w_reference - w_start``, tensor by tensor, so that a small tensor counts as much as a large one. A tensor that
-has not travelled must be equal. The optimizer is SGD with momentum, whose steps are proportional to gradients. Adam
-divides a gradient by its own size, so a parameter whose true gradient is zero, as that of a key's bias, would travel by
-rounding alone; the module has no such bias either.
+a layer after the last step, relative to how far it has travelled since the start: the norm of ``w - w_reference`` over
+that of ``w_reference - w_start``. Layer by layer, so that none is lost in the whole; not tensor by tensor, since the
+gains of norms, which are close to 1, travel so little in 20 steps that the last bit of a single one is some 1e-5 of it.
+The optimizer is SGD with momentum, whose steps are proportional to gradients. Adam divides a gradient by its own size,
+so a parameter whose true gradient is zero, as that of a key's bias, would travel by rounding alone; the module has no
+such bias either.
 
 Where only the placement of layers differs, both must be 0: schedules that run whole backwards in the microbatches'
 order, one replica, no parameter that two ranks share. Elsewhere sums are rounded in another order, and in fp32 both
@@ -47,7 +48,6 @@ BOUND, FAULTS_EXCEED_IT = 1e-5, 100
 IN_ORDER = ("gpipe", "1f1b", "interleaved1f1b")
 SCHEDULES = (*IN_ORDER, "loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 SWITCHES = ("accumulation", "clipping", "dropout", "tied", "frozen", "moves")
-MESHES = ((1, 2), (1, 4), (2, 2))
 COLUMNS = ("schedule", "dp", "pp", "precision", "switches", "reference", "loss", "weights")
 MOVE_EVERY = 3
 
@@ -96,7 +96,7 @@ class Difference:
 
     Attributes:
         loss: Largest relative difference of a loss.
-        weights: Largest difference of a tensor, relative to its way.
+        weights: Largest difference of a layer, relative to its way.
     """
 
     loss: float
@@ -116,22 +116,22 @@ def without(*switches: str) -> tuple[str, ...]:
 
 def all_rows() -> Iterator[Row]:
     """Yields what covers each option with each other one, though not all of them with all others."""
-    for mesh in MESHES:
-        for schedule in SCHEDULES:
-            yield Row(schedule, mesh, without("dropout"))
-    for schedule in IN_ORDER:
-        for mesh in MESHES[:2]:
-            yield Row(schedule, mesh, without("dropout", "tied"))
     for schedule in SCHEDULES:
-        yield Row(schedule, (1, 3), without("tied"))
-    for schedule, mesh in (("1f1b", (1, 4)), ("zbvzerobubble", (1, 2)), ("interleaved1f1b", (2, 2))):
-        for switches in [(), *((switch,) for switch in SWITCHES)]:
-            yield Row(schedule, mesh, switches)
+        yield Row(schedule, (1, 2), without("dropout"))
+        yield Row(schedule, (1, 3), without("accumulation", "tied"))
+        yield Row(schedule, (1, 4), without("accumulation", "dropout"))
+        yield Row(schedule, (2, 2), without("accumulation", "dropout"))
+    for schedule in IN_ORDER:
+        yield Row(schedule, (1, 2), without("dropout", "tied"))
+        yield Row(schedule, (1, 4), without("dropout", "tied"))
+    for switches in [(), *((switch,) for switch in SWITCHES), SWITCHES]:
+        yield Row("zbvzerobubble", (1, 2), switches)
+        yield Row("1f1b", (2, 2), switches)
     for precision in ("bf16-mixed", "bf16-true"):
-        yield Row("1f1b", (1, 2), without("dropout", "tied"), precision)
-        yield Row("interleaved1f1b", (1, 4), without("tied"), precision)
-        yield Row("interleavedzerobubble", (1, 2), without("dropout"), precision)
-        yield Row("1f1b", (2, 2), without("dropout"), precision)
+        yield Row("1f1b", (1, 2), without("accumulation", "dropout", "tied"), precision)
+        yield Row("interleaved1f1b", (1, 4), without("accumulation", "tied"), precision)
+        yield Row("zbvzerobubble", (1, 2), without("accumulation", "dropout"), precision)
+        yield Row("1f1b", (2, 2), without("accumulation", "dropout"), precision)
     yield Row("1f1b", (1, 1), without("dropout"))
 
 
@@ -150,7 +150,7 @@ def quick_rows() -> Iterator[Row]:
 
 
 def faulty_rows(quick: bool) -> Iterator[Row]:
-    switches = () if quick else without("dropout", "moves")
+    switches = () if quick else without("accumulation", "dropout", "moves")
     yield Row("zbvzerobubble", (1, 2), switches, fault="lost_microbatch")
     yield Row("1f1b", (2, 2), switches, fault="own_gradients_only")
     yield Row("gpipe", (1, 2), (*switches, "moves"), fault="forgetful_moves")
@@ -217,6 +217,7 @@ def be_quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 # The faults: each replaces a part of the library by one that forgets something, as a wrong one would.
@@ -269,17 +270,16 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def difference(outcome: Outcome, expected: Outcome, replicas: int = 1, rank: int = 0) -> Difference:
-    """Returns how far a rank's outcome is from the reference, of whose losses each replica has a part of every batch."""
+    """Returns how far a rank's outcome is from the reference; of each batch's losses, each replica has its part."""
     losses = expected.losses.view(-1, replicas, NUM_MICROBATCHES // replicas)[:, rank % replicas].flatten()
-    assert outcome.final.keys() == expected.final.keys()
-    ways = [relative_way(outcome.final[name], final, expected.initial[name]) for name, final in expected.final.items()]
+    ways = [relative_way(*layer) for layer in zip(outcome.final, expected.final, expected.initial, strict=True)]
     return Difference(largest(((outcome.losses - losses).abs() / losses).tolist()), largest(ways))
 
 
 def relative_way(final: Tensor, expected: Tensor, initial: Tensor) -> float:
     assert final.dtype == expected.dtype
-    initial = initial.to(expected.dtype).double()
-    way, apart = (expected.double() - initial).norm().item(), (final.double() - expected.double()).norm().item()
+    way = (expected.double() - initial.double()).norm().item()
+    apart = (final.double() - expected.double()).norm().item()
     return apart / way if way else float("inf" if apart else 0)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 SEED = 7
@@ -49,13 +50,13 @@ class Outcome:
     """What came of a training.
 
     Attributes:
-        initial: The weights before, by name.
+        initial: The weights before, as one vector per layer.
         final: The weights after.
         losses: One per microbatch, in order.
     """
 
-    initial: dict[str, Tensor]
-    final: dict[str, Tensor]
+    initial: list[Tensor]
+    final: list[Tensor]
     losses: Tensor
 
 
@@ -143,7 +144,7 @@ def train(training: Training, *, microbatches_per_batch: int = 1, **options: Any
     """
     seed_everything(SEED, verbose=False)
     model = GPT(dropout=0.1 if "dropout" in training.switches else 0.0, tied="tied" in training.switches)
-    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    initial = weights(model)
     freezing = [Freezing()] if "frozen" in training.switches else []
     num_processes = int(os.environ["WORLD_SIZE"])
     batches = NUM_MICROBATCHES // microbatches_per_batch // (training.replicas if num_processes > 1 else 1)
@@ -166,8 +167,11 @@ def train(training: Training, *, microbatches_per_batch: int = 1, **options: Any
         samples = Subset(samples, list(order_of_replicas(samples, training.replicas)))
     trainer.fit(model, DataLoader(samples, batch_size=microbatches_per_batch * MICROBATCH_SIZE))
     assert trainer.global_step == STEPS
-    final = {name: value.clone() for name, value in model.state_dict().items()}
-    return Outcome(initial, final, torch.tensor(model.losses, dtype=torch.float64))
+    return Outcome(initial, weights(model), torch.tensor(model.losses, dtype=torch.float64))
+
+
+def weights(model: GPT) -> list[Tensor]:
+    return [parameters_to_vector(layer.parameters()).detach() for layer in model.configure_pipeline()]
 
 
 def dataset(num_samples: int) -> TensorDataset:
