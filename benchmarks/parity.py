@@ -343,7 +343,7 @@ def report(rows: Sequence[tuple[Row, float | None, Difference]], faulty: Sequenc
         text = "none" if bound is None else f"{bound:.0e}" if bound else "0"
         cells.append((*described(row, apart), text, "yes" if holds else "no"))
         failed += [] if holds else [" ".join(cells[-1])]
-    print(table("Differences from one process", (*COLUMNS, "bound", "holds"), cells))
+    print(table("Differences from the reference", (*COLUMNS, "bound", "holds"), cells))
     print("precision='16-mixed' has no row: DynMoStrategy refuses it by name, since it would have to scale losses.\n")
     if faulty:
         cells = [(row.fault, *described(row, apart)) for row, apart in faulty]
