@@ -23,6 +23,7 @@ EXPECTED = {
     "balance_of_wrong_length": ("ValueError", r"on 2 stages, .* 3 stages.*for example balance=\[2, 2, 1\]"),
     "no_chain": ("TypeError", r"Plain has no configure_pipeline\(\) method.*Add one"),
     "parameters_outside": ("ValueError", r"trainable parameters are in no layer of .*: scale\. Move them"),
+    "shared_counter": ("ValueError", r"on other ranks, .*: blocks\.0\.calls of layers 1, 3\. Give each layer"),
     "layers_of_another_module": ("ValueError", r"Layer 1 \(Block\) .* not part of the model.*Create the layer"),
     "manual_optimization": ("ValueError", r"automatic_optimization=False.*Remove it"),
     "own_backward": ("ValueError", r"Own overrides backward\(\).*Use the hooks"),

@@ -148,6 +148,10 @@ def parameters_outside(case: Case) -> None:
     case.module.scale = nn.Parameter(torch.ones(1))
 
 
+def shared_counter(case: Case) -> None:
+    case.module.blocks[2].calls = case.module.blocks[0].calls
+
+
 def layers_of_another_module(case: Case) -> None:
     class Foreign(TinyGPT):
         def configure_pipeline(self) -> Sequence[nn.Module]:
