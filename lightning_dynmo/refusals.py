@@ -43,21 +43,25 @@ def check_types(num_microbatches: Any, schedule: Any, balance: Any, balancer: An
         raise TypeError(f"timeout must be a timedelta, such as timedelta(minutes=30), got {timeout!r}.")
 
 
-def check_sizes(pipeline_parallel_size: Any, data_parallel_size: Any) -> None:
-    """Checks the numbers of ranks in a pipeline and of pipelines.
+def check_sizes(pipeline_parallel_size: Any, data_parallel_size: Any, stages_per_rank: Any) -> None:
+    """Checks the numbers of ranks in a pipeline, of pipelines, and of stages on a rank.
 
     Raises:
-        TypeError: If one is neither a whole number nor ``"auto"``.
+        TypeError: If one is neither a whole number nor left to the strategy.
         ValueError: If one is less than 1.
     """
-    named = {"pipeline_parallel_size": pipeline_parallel_size, "data_parallel_size": data_parallel_size}
-    for name, size in named.items():
-        if size == "auto":
+    named = (
+        ("pipeline_parallel_size", pipeline_parallel_size, "auto"),
+        ("data_parallel_size", data_parallel_size, "auto"),
+        ("stages_per_rank", stages_per_rank, None),
+    )
+    for name, size, free in named:
+        if size == free:
             continue
         if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} must be a whole number or 'auto', such as 2, got {size!r}.")
+            raise TypeError(f"{name} must be a whole number or {free!r}, such as 2, got {size!r}.")
         if size < 1:
-            raise ValueError(f"{name} must be at least 1 or 'auto', got {size}.")
+            raise ValueError(f"{name} must be at least 1 or {free!r}, got {size}.")
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:

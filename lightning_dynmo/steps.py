@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dynmo.module import pipeline_inputs
 from lightning_dynmo.pipeline import (
@@ -51,7 +52,8 @@ class PipelineSteps:
         self.module = module
         self.runtime = runtime
         self.num_microbatches = num_microbatches
-        self.gradients = GradientWindow(runtime.chain, runtime.groups)
+        own_clearing = is_overridden("optimizer_zero_grad", module)
+        self.gradients = GradientWindow(runtime.chain, runtime.groups, watch_clearing=own_clearing)
         self.running = False
         self._first_of_loop = True
 

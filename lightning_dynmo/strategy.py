@@ -104,7 +104,7 @@ class DynMoStrategy(PipelineCheckpoints):
         precision_plugin: Precision | None = None,
     ) -> None:
         check_types(num_microbatches, schedule, balance, balancer, timeout)
-        check_sizes(pipeline_parallel_size, data_parallel_size)
+        check_sizes(pipeline_parallel_size, data_parallel_size, stages_per_rank)
         super().__init__(
             pipeline_parallel_size,
             data_parallel_size,

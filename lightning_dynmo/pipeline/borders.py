@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,15 +122,16 @@ def infer_borders(
     borders = []
     for index in range(len(chain) - 1):
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            with torch.inference_mode(False), torch.set_grad_enabled(gradients), _quiet():
                 layer = _fake_copy(chain.layers[index], mode)
                 with mode, precision_context():
                     output = call_layer(layer, values, inputs.kwargs)
         except Exception as error:
             raise ValueError(
                 f"{chain.name(index)} could not be run on tensors without data, which is how the shapes between stages "
-                f"are found: {type(error).__name__}: {error}. Let it take what the layer before it returns, and "
-                "make its output shape depend on input shapes only."
+                f"are found: {type(error).__name__}: {error}. Let it take what "
+                f"{'the layer before it returns' if index else 'pipeline_inputs(batch) gives it'}, and make its output "
+                "shape depend on input shapes only."
             ) from error
         values = as_arguments(output)
         borders.append(Border.of(output, chain.name(index)).without_data())
@@ -170,6 +172,17 @@ def check_border(actual: Border, expected: Border, name: str) -> None:
         "shapes of the inputs. Make the layer's output shape, dtype and need of a gradient depend on its input shapes "
         "and on requires_grad of its parameters only."
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from printing what goes wrong on fake tensors: it is raised, with the layer's name."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _fake_copy(layer: nn.Module, mode: FakeTensorMode) -> nn.Module:

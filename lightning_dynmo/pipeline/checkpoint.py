@@ -113,9 +113,10 @@ def load_state_dict(
             every rank.
     """
     own, away = _prefixes(chain)
+    elsewhere = _keys_elsewhere(chain)
     parts: dict[str, list[str]] = {"": []}
     for key in state:
-        if not key.startswith(away):
+        if not key.startswith(away) and key not in elsewhere:
             parts.setdefault(next((prefix for prefix in own if key.startswith(prefix)), ""), []).append(key)
     missing, unexpected, problem = set(chain.root.state_dict(keep_vars=True)), set[str](), ""
     try:
@@ -126,7 +127,7 @@ def load_state_dict(
             release_freed_memory()
     except RuntimeError as error:  # a size that differs
         problem = str(error)
-    missing = {key for key in missing if not key.startswith(away)}
+    missing = {key for key in missing if not key.startswith(away) and key not in elsewhere}
     reports = groups.gather((missing, unexpected, problem))
     all_missing, all_unexpected = (sorted(set().union(*(report[kind] for report in reports))) for kind in (0, 1))
     problems = [text for *_, text in reports if text]
@@ -176,14 +177,13 @@ def _positions(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _positions_away(chain: LayerChain, optimizer: Optimizer) -> set[int]:
-    """Returns the positions of parameters whose layers other ranks own."""
+    """Returns the positions of parameters that only other ranks hold."""
     positions = _positions(optimizer)
     return {
         positions[id(parameter)]
         for index in range(len(chain))
-        if not chain.owns(index)
         for parameter in chain.parameters(index)
-        if id(parameter) in positions
+        if id(parameter) in positions and not chain.holds(parameter)
     }
 
 
@@ -195,6 +195,13 @@ def _tensors_and_modules(chain: LayerChain) -> tuple[set[int], set[int]]:
         kind.update(id(tensor) for _, tensor in chain.tensors(index))
         kind.update(map(id, layer.modules()))
     return ids
+
+
+def _keys_elsewhere(chain: LayerChain) -> set[str]:
+    """Returns the keys of the ``state_dict`` whose tensors only other ranks hold."""
+    mine, others = _tensors_and_modules(chain)
+    state_dict = chain.root.state_dict(keep_vars=True)
+    return {key for key, value in state_dict.items() if id(value) in others and id(value) not in mine}
 
 
 def _prefixes(chain: LayerChain) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -26,9 +26,12 @@ class GradientWindow:
     Args:
         chain: All layers.
         groups: Process groups of this rank.
+        watch_clearing: Whether it is checked that gradients are cleared between steps, since a user's code does it.
     """
 
-    def __init__(self, chain: LayerChain, groups: PipelineGroups) -> None:
+    def __init__(self, chain: LayerChain, groups: PipelineGroups, *, watch_clearing: bool = False) -> None:
+        self._watch_clearing = watch_clearing
+        self._mark: nn.Parameter | None = None
         self._chain = chain
         self._groups = groups
         self._sums = ReplicaSums(groups)
@@ -63,6 +66,9 @@ class GradientWindow:
         """Sets fresh gradients aside and counts the batch's weight, if its losses had one."""
         if self._starts:
             self._aside = self._take()
+            if self._watch_clearing and self._aside:
+                self._mark = min((parameter for parameter, _ in self._aside), key=nn.Parameter.numel)
+                self._mark.grad = torch.full_like(self._mark, torch.nan)
         if weight is not None:
             self._weight += weight
 
@@ -70,7 +76,11 @@ class GradientWindow:
         """Puts gradients in place; after the last batch, sums over replicas and over the layers that share a parameter.
 
         Gradients of weighted losses are then divided by the window's weight. All ranks call this.
+
+        Raises:
+            ValueError: If gradients were to be cleared before this, and were not.
         """
+        self._check_cleared()
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
@@ -86,6 +96,14 @@ class GradientWindow:
                 for parameter in self._chain.owned_parameters():
                     if parameter.grad is not None:
                         parameter.grad.div_(self._weight)
+
+    def _check_cleared(self) -> None:
+        marked, self._mark = self._mark, None
+        if marked is not None and marked.grad is not None and marked.grad.isnan().any():
+            raise ValueError(
+                "optimizer_zero_grad has left gradients in place, but those of earlier steps are gone in a pipeline. "
+                "Let it clear them at every step, and use accumulate_grad_batches to add up those of several batches."
+            )
 
     def _take(self) -> list[tuple[nn.Parameter, Tensor]]:
         parameters = self._chain.owned_parameters()

@@ -12,6 +12,7 @@ are computed along with the inputs'. torch's own split loses the latter, and in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,14 @@ class SplitBackward:
             arrived = self._arrived.pop(node, ())
             edges = {GradientEdge(node, slot): value for slot, value in enumerate(arrived) if value is not None}
             if edges:
-                found = torch.autograd.grad(
-                    tuple(edges), parameters, tuple(edges.values()), retain_graph=True, allow_unused=True
-                )
+                # Hooks of users have run before, and must not change the gradient twice.
+                again = node.register_prehook(partial(_instead, arrived))
+                try:
+                    found = torch.autograd.grad(
+                        tuple(edges), parameters, tuple(edges.values()), retain_graph=True, allow_unused=True
+                    )
+                finally:
+                    again.remove()
                 for parameter, gradient in zip(parameters, found, strict=True):
                     _accumulate(parameter, gradient)
         self._later.clear()
@@ -84,6 +90,10 @@ class _Keep:
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         self._arrived[self._node] = gradients
+
+
+def _instead(arrived: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return arrived
 
 
 def _node(tensor: Tensor) -> Node:

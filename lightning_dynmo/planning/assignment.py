@@ -55,7 +55,8 @@ class Assignment:
         if num_stages > num_layers:
             raise ValueError(
                 f"Every stage needs at least one layer, but there are {num_stages} stages for {num_layers} layers. "
-                f"Use at most {num_layers} devices, or split the model into {num_stages} layers or more."
+                f"Use at most {num_layers} devices (fewer where each runs several stages), or split the model into "
+                f"{num_stages} layers or more."
             )
         quotient, remainder = divmod(num_layers, num_stages)
         return cls(tuple(quotient + (stage < remainder) for stage in range(num_stages)))

@@ -271,7 +271,7 @@ def test_stages_per_rank_are_checked() -> None:
 
 
 class Odd(nn.Module):
-    """Its weights' gradients are one element expanded, or the same tensor for two weights."""
+    """Its weights' gradients are one element expanded, or the same tensor for two weights; a hook changes gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,10 @@ class Odd(nn.Module):
         self.bias = nn.Parameter(torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) + (self.left + self.right) * x.mean() + self.bias.sum()
+        x = self.linear(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return torch.tanh(x) + (self.left + self.right) * x.mean() + self.bias.sum()
 
 
 def odd_layers() -> list[nn.Module]:

@@ -24,6 +24,7 @@ EXPECTED = {
     "no_chain": ("TypeError", r"Plain has no configure_pipeline\(\) method.*Add one"),
     "parameters_outside": ("ValueError", r"trainable parameters are in no layer of .*: scale\. Move them"),
     "shared_counter": ("ValueError", r"on other ranks, .*: blocks\.0\.calls of layers 1, 3\. Give each layer"),
+    "gradients_not_cleared": ("ValueError", r"optimizer_zero_grad has left gradients in place.*Let it clear them"),
     "layers_of_another_module": ("ValueError", r"Layer 1 \(Block\) .* not part of the model.*Create the layer"),
     "manual_optimization": ("ValueError", r"automatic_optimization=False.*Remove it"),
     "own_backward": ("ValueError", r"Own overrides backward\(\).*Use the hooks"),

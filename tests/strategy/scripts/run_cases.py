@@ -152,6 +152,14 @@ def shared_counter(case: Case) -> None:
     case.module.blocks[2].calls = case.module.blocks[0].calls
 
 
+def gradients_not_cleared(case: Case) -> None:
+    class Keeps(TinyGPT):
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            pass
+
+    case.module = Keeps(num_blocks=3)
+
+
 def layers_of_another_module(case: Case) -> None:
     class Foreign(TinyGPT):
         def configure_pipeline(self) -> Sequence[nn.Module]:
