@@ -15,7 +15,14 @@ from torchmetrics import Metric
 from lightning_dynmo.module import check_call
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import PipelineGroups
-from lightning_dynmo.pipeline.microbatches import Inputs, batch_size_of, merge_outputs, weighted_mean
+from lightning_dynmo.pipeline.microbatches import (
+    Inputs,
+    batch_size_of,
+    merge_outputs,
+    weight_of,
+    weighted_mean,
+    without_effect,
+)
 from lightning_dynmo.sideeffects import SideEffects, Watch, apply, without_graph
 
 
@@ -159,7 +166,7 @@ class StepMethod:
                     "training_step did not call self(...), so it does not use what the pipeline has computed. Call "
                     "self(...) in it instead of single layers."
                 )
-            return self._scaled_loss(result)
+            return self._scaled_loss(result, output)
         self._outputs.append(without_graph(result))
         return output
 
@@ -193,7 +200,7 @@ class StepMethod:
                     "alone; for an L2 term, set the optimizer's weight_decay."
                 )
 
-    def _scaled_loss(self, result: Any) -> Tensor:
+    def _scaled_loss(self, result: Any, output: Any) -> Tensor:
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
             raise TypeError(
@@ -211,8 +218,8 @@ class StepMethod:
             raise ValueError("training_step returned a 'weight' for some microbatches only; return it for all or none.")
         self._outputs.append(without_graph(result))
         if weight is not None:  # the sum over the optimizer step is divided by the sum of weights, once it is known
-            self._weights.append(float(weight))
-            return loss * self._weights[-1]
+            self._weights.append(weight_of(weight))
+            return loss * self._weights[-1] if self._weights[-1] else without_effect(loss, output)
         sizes = _unless_equal(self._sizes)
         if sizes is None:
             return loss / (len(self._microbatches) * self._num_batches)

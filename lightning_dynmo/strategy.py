@@ -33,12 +33,14 @@ from lightning_dynmo.pipeline import (
     gather_optimizer_state,
     gather_state_dict,
     load_optimizer_state,
+    with_keys_of,
+    with_plain_keys,
 )
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
 from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.refusals import check_sizes, check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
-from lightning_dynmo.reporting import final_table
+from lightning_dynmo.reporting import final_table, rebalance_line
 from lightning_dynmo.sameness import share_random_state
 from lightning_dynmo.steps import PipelineSteps, Window
 
@@ -65,7 +67,8 @@ class DynMoStrategy(PipelineProcesses):
             ``"interleavedzerobubble"``, ``"zbvzerobubble"`` or ``"dualpipev"``.
         stages_per_rank: Stages that each rank runs, for the interleaved schedules and ``"loopedbfs"``; 2 by default.
         balance: First split: layers per stage, such as ``[3, 4, 3]``, or ``"uniform"`` for equal numbers of layers, or
-            ``"parameters"`` for stages as equal in parameters as can be.
+            ``"parameters"`` for stages as equal in parameters as can be; ``"time"`` is the same, until the second batch
+            has been measured and layers move by what they cost.
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
@@ -128,6 +131,7 @@ class DynMoStrategy(PipelineProcesses):
         self._example_input: Any = None
         self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
         self._saved: Mapping[str, Any] = {}
+        self._balance_by_time = False
 
     @property
     def runtime(self) -> PipelineRuntime:
@@ -195,6 +199,9 @@ class DynMoStrategy(PipelineProcesses):
 
     @override
     def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        balance = list(self.runtime.assignment.balance)
+        self.lightning_module.print(f"[dynmo] {sum(balance)} layers on {len(balance)} stages: balance={balance}")
         self.steps.begin_loop()
         self.runtime.restart_clock()
 
@@ -238,6 +245,11 @@ class DynMoStrategy(PipelineProcesses):
         window = Window(
             num_batches, starts=loop.batch_idx % num_batches == 0, ends=not trainer.fit_loop._should_accumulate()
         )
+        if self._balance_by_time and window.starts and self.runtime.profile is not None:
+            self._balance_by_time = False
+            with self._together("first rebalance"):
+                rebalance = self.runtime.rebalance()
+            trainer.lightning_module.print(rebalance_line(trainer.global_step, rebalance, self.runtime.load))
         measure = step == 1 or (every > 0 and (step + 1) % every == 0)
         return self.steps.train(batch, args, step, window, measure=measure)
 
@@ -292,7 +304,7 @@ class DynMoStrategy(PipelineProcesses):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns on the first rank of each pipeline the state of the whole model; elsewhere an empty one."""
         if self._runtime is None:
-            return super().lightning_module_state_dict()
+            return with_plain_keys(super().lightning_module_state_dict())
         with self._together("gathering of the model's state") as groups:
             return gather_state_dict(self.runtime.chain, self.runtime.owners, groups)
 
@@ -319,6 +331,12 @@ class DynMoStrategy(PipelineProcesses):
         return checkpoint
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state = with_keys_of(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer_state(self.runtime.chain, optimizer, state)
@@ -338,6 +356,7 @@ class DynMoStrategy(PipelineProcesses):
             assignment = Assignment(tuple(saved))
             if (assignment.num_stages, assignment.num_layers) == (num_stages, len(chain)):
                 return assignment
+        self._balance_by_time = self.balance == "time"
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], num_stages)
 
     @override

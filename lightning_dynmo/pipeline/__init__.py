@@ -1,6 +1,12 @@
 """Pipeline parallelism on torch.distributed: takes a chain of modules and a callable, knows nothing of Lightning."""
 
-from lightning_dynmo.pipeline.checkpoint import gather_optimizer_state, gather_state_dict, load_optimizer_state
+from lightning_dynmo.pipeline.checkpoint import (
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    with_keys_of,
+    with_plain_keys,
+)
 from lightning_dynmo.pipeline.exchange import Profile
 from lightning_dynmo.pipeline.failures import FailureBoard, PipelineError
 from lightning_dynmo.pipeline.gradients import GradientWindow, clip_grad_norm
@@ -46,4 +52,6 @@ __all__ = [
     "merge_outputs",
     "nearest_num_microbatches",
     "split_batch",
+    "with_keys_of",
+    "with_plain_keys",
 ]

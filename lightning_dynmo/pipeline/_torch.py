@@ -12,6 +12,7 @@ from typing import Any
 
 try:
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch._dynamo.eval_frame import OptimizedModule
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
     from torch.distributed.pipelining.schedules import _Action as Action
@@ -27,6 +28,7 @@ __all__ = [
     "ActionType",
     "FakeTensor",
     "FakeTensorMode",
+    "OptimizedModule",
     "PrefixStore",
     "Store",
     "TCPStore",

@@ -83,14 +83,17 @@ class Border:
 
 
 def signature_of(inputs: Inputs, chain: LayerChain) -> tuple[Any, ...]:
-    """Returns a hashable key of what borders depend on: shapes and dtypes of inputs, what is trainable, and modes."""
+    """Returns a hashable key of what borders depend on: the inputs' form, what is trainable, modes and autocast."""
     leaves, structure = tree_flatten((inputs.args, inputs.kwargs))
     shapes = tuple(
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
     trainable = tuple(parameter.requires_grad for index in range(len(chain)) for parameter in chain.parameters(index))
     modes = tuple(layer.training for layer in chain.layers)
-    return (shapes, str(structure), trainable, modes, torch.is_grad_enabled())
+    autocast = tuple(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")
+    )
+    return (shapes, str(structure), trainable, modes, torch.is_grad_enabled(), autocast)
 
 
 def infer_borders(

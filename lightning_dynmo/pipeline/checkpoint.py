@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dynmo.ownership import LayerChain
@@ -17,6 +17,8 @@ from lightning_dynmo.planning import Move
 
 def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups) -> dict[str, Any]:
     """Returns on the first rank the model's ``state_dict`` with every layer's data on the CPU; elsewhere an empty one.
+
+    Keys are those of the model without ``torch.compile``.
 
     Args:
         chain: All layers.
@@ -41,7 +43,22 @@ def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: Pipeline
     for prefix, module in chain.root.named_modules(remove_duplicate=False):
         if id(module) in extra:
             state_dict[f"{prefix}._extra_state"] = extra[id(module)]
-    return state_dict
+    return with_plain_keys(state_dict)
+
+
+def with_plain_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state with the keys that it has without ``torch.compile``, which puts ``_orig_mod`` into them."""
+    return {_plain_key(key): value for key, value in state_dict.items()}
+
+
+def with_keys_of(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state with the keys that a module has, whose layers may be compiled while those saved were not."""
+    own = {_plain_key(key): key for key in module.state_dict(keep_vars=True)}
+    return {own.get(_plain_key(key), key): value for key, value in state_dict.items()}
+
+
+def _plain_key(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part != "_orig_mod")
 
 
 def gather_optimizer_state(

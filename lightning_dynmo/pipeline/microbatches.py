@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,15 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float] | None = None
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-    """Returns the mean of scalars, in float64 and then in their dtype, so that their order does not matter."""
+    """Returns the mean of scalars, in float64 and then in their dtype, so that their order does not matter.
+
+    What has no weight does not count, even if it is NaN, as the mean over no tokens is.
+    """
+    if weights is not None and any(weights):
+        counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+        values, weights = [value for value, _ in counted], [weight for _, weight in counted]
+    else:
+        weights = None
     stacked = torch.stack([value.detach().double() for value in values])
     if weights is None:
         mean = stacked.mean()
@@ -129,6 +138,28 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float] | None = No
         mean = (stacked * scale).sum() / scale.sum()
     dtype = values[0].dtype
     return mean.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+def weight_of(weight: Any) -> float:
+    """Returns the weight of a microbatch as a number.
+
+    Raises:
+        ValueError: If it is negative or not finite.
+    """
+    value = float(weight)
+    if not 0 <= value < float("inf"):
+        raise ValueError(
+            f"training_step returned 'weight': {value}; expected a number of at least 0, such as the number of tokens "
+            "that the mean in 'loss' is taken over."
+        )
+    return value
+
+
+def without_effect(loss: Tensor, output: Any) -> Tensor:
+    """Returns a loss that gives all layers gradients of zero, though the mean over no tokens is often NaN."""
+    values = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    differentiable = [value for value in values if value.requires_grad]
+    return torch.stack([(value * 0.0).sum() for value in differentiable]).sum() if differentiable else loss * 0.0
 
 
 def _collect_sizes(value: Any, path: str, sizes: dict[int, str]) -> None:

@@ -313,6 +313,7 @@ class PipelineRuntime:
                     self.groups.device,
                     self._precision_context,
                     self._recompute,
+                    self.schedule.splits_backward,
                 )
         return self._stages
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils._pytree import tree_leaves
 
 
 class SplitBackward:
@@ -84,6 +85,34 @@ class _Keep:
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         self._arrived[self._node] = gradients
+
+
+def refuse_reentrant(output: Any, inputs: Any, name: str) -> None:
+    """Checks that a layer does not checkpoint its activations in a way that allows no backward in parts.
+
+    Args:
+        output: What the layer returned.
+        inputs: What it was given; the search ends there.
+        name: The layer, for the error.
+
+    Raises:
+        ValueError: If it does, and on every stage of such a schedule alike.
+    """
+    given = {value.grad_fn for value in tree_leaves(inputs) if isinstance(value, Tensor)}
+    waiting = [value.grad_fn for value in tree_leaves(output) if isinstance(value, Tensor)]
+    seen: set[Node | None] = {None, *given}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                f"{name} uses torch.utils.checkpoint with use_reentrant=True, whose backward cannot be split into "
+                "inputs and weights, as this schedule does. Call checkpoint(..., use_reentrant=False) in it, or use "
+                "schedule='interleaved1f1b'."
+            )
+        waiting.extend(child for child, _ in node.next_functions)
 
 
 def _node(tensor: Tensor) -> Node:
