@@ -39,6 +39,7 @@ class Case:
         strategy: Arguments of the strategy; 4 microbatches unless given.
         trainer: Arguments of the Trainer; one epoch unless given.
         callbacks: Makes callbacks, for both runs.
+        plugins: Makes plugins of the Trainer.
         moves: Layers per stage to take at the end of each optimizer step, one after the other.
         plain: What the one-device run sees: the same batches, their microbatches as batches of their own, or nothing,
             if there is none.
@@ -54,6 +55,7 @@ class Case:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], Sequence[Any]] = tuple
+    plugins: Callable[[], list[Any]] = list
     moves: Sequence[tuple[int, ...]] = ()
     plain: Literal["batches", "microbatches", "none"] = "batches"
     plain_train: Callable[[], Any] | None = None
@@ -105,7 +107,7 @@ def run_cases(cases: Mapping[str, Case], timeout_s: float = 400.0) -> dict[str, 
     found = {}
     for num_ranks in sorted({case.ranks for case in cases.values()}):
         some = {name: case for name, case in cases.items() if case.ranks == num_ranks}
-        ranks = run_distributed(_run_all, num_ranks, some, True, timeout_s=timeout_s)
+        ranks = run_distributed(_run_all, num_ranks, some, True, init_process_group=False, timeout_s=timeout_s)
         for name in some:
             found[name] = Comparison(expected.get(name), [outcomes[name] for outcomes in ranks])
     return found
@@ -192,6 +194,8 @@ def _run(rank: int, case: Case, pipeline: bool) -> Outcome:
 
 def _trainer(case: Case, pipeline: bool) -> Trainer:
     options: dict[str, Any] = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, **case.trainer}
+    if plugins := case.plugins():
+        options["plugins"] = plugins
     callbacks = list(case.callbacks())
     if not pipeline:
         options |= case.plain_trainer
