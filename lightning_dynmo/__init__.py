@@ -8,6 +8,7 @@ from lightning_dynmo.callbacks import (
     RebalanceCallback,
     layers_of,
 )
+from lightning_dynmo.consolidate import consolidate_checkpoint
 from lightning_dynmo.data import TextDataModule
 from lightning_dynmo.hf import hf_layers
 from lightning_dynmo.models import GPT
@@ -15,6 +16,7 @@ from lightning_dynmo.module import PipelineModule
 from lightning_dynmo.pipeline import PipelineError
 from lightning_dynmo.planning import Assignment, Balancer, PartitionBalancer
 from lightning_dynmo.strategy import DynMoStrategy
+from lightning_dynmo.weights import load_layer_weights
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,8 @@ __all__ = [
     "PipelineModule",
     "RebalanceCallback",
     "TextDataModule",
+    "consolidate_checkpoint",
     "hf_layers",
     "layers_of",
+    "load_layer_weights",
 ]

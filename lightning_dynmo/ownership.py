@@ -61,6 +61,7 @@ class LayerChain:
         ]
         self._sizes = tuple(self._measure(index) for index in range(len(self.layers)))
         self._foreign: dict[int, int] = {}
+        self.followers: list[LayerChain] = []  # copies of the model, each layer of which lives where ours does
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -158,8 +159,10 @@ class LayerChain:
             for _, tensor in self.tensors(index):
                 if not (isinstance(tensor, nn.Parameter) and self.holds(tensor)):
                     tensor.grad = None
-                    tensor.data = _shell_like(tensor, device or tensor.device)
+                    tensor.data = shell_like(tensor, device or tensor.device)
         self._mark_shells()
+        for follower in self.followers:
+            follower.let_go(index, owner)
 
     def take(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Gives a shell the data that another rank sent.
@@ -281,7 +284,7 @@ def _malloc_trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-def _shell_like(tensor: Tensor, device: torch.device) -> Tensor:
+def shell_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor of the same shape and dtype that holds one element only."""
     dtype = tensor.dtype
     value: float
@@ -335,7 +338,8 @@ def _check_chain(root: nn.Module, layers: Sequence[nn.Module]) -> None:
     if trainable:
         raise ValueError(
             f"{len(trainable)} trainable parameters are in no layer of {type(root).__name__}.configure_pipeline(): "
-            f"{_enumerate(trainable)}. Move them into one of the layers, or freeze them with requires_grad_(False)."
+            f"{enumerate_names(trainable)}. Move them into one of the layers, or freeze them with "
+            "requires_grad_(False)."
         )
 
 
@@ -346,11 +350,12 @@ def _check_layers_belong(root: nn.Module, layers: Sequence[nn.Module]) -> None:
         if strange:
             raise ValueError(
                 f"Layer {index} ({type(layer).__name__}) of {type(root).__name__}.configure_pipeline() has parameters "
-                f"that are not part of the model: {_enumerate(strange)}. Create the layer in __init__ or "
+                f"that are not part of the model: {enumerate_names(strange)}. Create the layer in __init__ or "
                 "configure_model, keep it as an attribute of the model, and return that attribute."
             )
 
 
-def _enumerate(names: Sequence[str], most: int = 5) -> str:
+def enumerate_names(names: Sequence[str], most: int = 5) -> str:
+    """Returns names for a text, the first of them where there are many."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

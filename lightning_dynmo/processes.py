@@ -14,13 +14,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dynmo._lightning import ScriptLauncher, gather_over, init_dist_connection, sync_over
-from lightning_dynmo.pipeline import PipelineError, PipelineGroups, create_groups
+from lightning_dynmo.pipeline import PipelineError, PipelineGroups, create_groups, store_of_this_attempt
 from lightning_dynmo.pipeline._torch import Store
 
 T = TypeVar("T")
@@ -133,7 +134,9 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._groups is not None:
-            self._groups.fail(exception)
+            # All ranks have agreed on the end: no need to ask who else has failed.
+            agreed = isinstance(exception, SIGTERMException)
+            self._groups.fail(PipelineError(str(exception)) if agreed else exception)
             self._groups = None
 
     @override
@@ -176,6 +179,35 @@ class PipelineProcesses(ParallelStrategy):
             dist.all_reduce(vote, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=groups.world)
         return bool(vote.item())
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns the picklable values that the ranks that read in step have passed, in order of their ranks."""
+        with self._together("exchange between ranks") as groups:
+            company = self._in_step(groups)
+            values: list[Any] = [None] * dist.get_world_size(company)
+            dist.all_gather_object(values, value, group=company)
+        return values
+
+    def gather_numbers(self, number: int, doing: str) -> list[int]:
+        """Returns the numbers in [0, 255] that the ranks that read in step have passed; faster than `gather_objects`.
+
+        Args:
+            number: This rank's.
+            doing: What they are for, for the text of errors.
+        """
+        with self._together(doing) as groups:
+            company = self._in_step(groups)
+            numbers = torch.zeros(dist.get_world_size(company), dtype=torch.uint8)
+            numbers[dist.get_rank(company)] = number
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=company)
+        return [int(value) for value in numbers.tolist()]
+
+    def _in_step(self, groups: PipelineGroups) -> dist.ProcessGroup:
+        """Returns the ranks that read batch for batch: all, but in prediction only those of one pipeline.
+
+        Lightning repeats samples to give all replicas equally many, except in prediction.
+        """
+        return groups.control if self._trainer.state.fn == TrainerFn.PREDICTING else groups.world
+
     @property
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
@@ -188,6 +220,8 @@ class PipelineProcesses(ParallelStrategy):
     def _connect(self, store: Store | None) -> None:
         assert self.cluster_environment is not None
         backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+        if store is None:
+            store = store_of_this_attempt(self.global_rank, self.world_size, self.timeout)
         options: dict[str, Any] = {} if store is None else {"store": store}
         init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, **options)
 
@@ -200,6 +234,8 @@ class PipelineProcesses(ParallelStrategy):
                 "it from a hook such as on_train_batch_end instead."
             )
         failed = sys.exc_info()[1]
+        if isinstance(failed, SIGTERMException):  # raised by all ranks together, which are well
+            failed = None
         if failed is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED:
             self.on_exception(failed)
             raise PipelineError(

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -75,14 +74,20 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Precision) -> None:
+def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Precision, divided: bool = False) -> None:
     """Checks that the module, callbacks and precision can work with a pipeline.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        precision: The Trainer's precision plugin.
+        divided: Whether the module's layers are still with the ranks of an earlier run.
 
     Raises:
         ValueError: If not; names the cause and what to use instead.
     """
     name = type(module).__name__
-    if has_shells(module):
+    if has_shells(module) and not divided:
         raise ValueError(
             f"{name} has lost the layers that other ranks held when an earlier run failed. Create the module anew, and "
             "go on from the last checkpoint: trainer.fit(module, ckpt_path='last')."
@@ -103,10 +108,10 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: Pre
     if getattr(precision, "scaler", None) is not None:
         raise ValueError("precision='16-mixed' scales losses, which is not supported; use precision='bf16-mixed'.")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging):
             raise ValueError(
-                f"{type(callback).__name__} copies the whole model on every rank, which a pipeline does not hold. "
-                "Remove it, and average checkpoints after training instead."
+                f"{type(callback).__name__} copies the whole model on every rank and replaces the schedule of learning "
+                "rates. Use lightning.pytorch.callbacks.WeightAveraging instead, which averages layer by layer."
             )
         if isinstance(callback, LearningRateFinder | BatchSizeFinder):
             raise ValueError(

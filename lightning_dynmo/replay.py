@@ -15,14 +15,7 @@ from torchmetrics import Metric
 from lightning_dynmo.module import check_call
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import PipelineGroups
-from lightning_dynmo.pipeline.microbatches import (
-    Inputs,
-    batch_size_of,
-    merge_outputs,
-    weight_of,
-    weighted_mean,
-    without_effect,
-)
+from lightning_dynmo.pipeline.microbatches import Inputs, batch_size_of, merge_outputs, weighted_loss, weighted_mean
 from lightning_dynmo.sideeffects import SideEffects, Watch, apply, without_graph
 
 
@@ -218,10 +211,9 @@ class StepMethod:
             raise ValueError("training_step returned a 'weight' for some microbatches only; return it for all or none.")
         self._outputs.append(without_graph(result))
         if weight is not None:  # the sum over the optimizer step is divided by the sum of weights, once it is known
-            self._weights.append(weight_of(weight))
-            return loss * self._weights[-1] if self._weights[-1] else without_effect(loss, output)
-        sizes = _unless_equal(self._sizes)
-        if sizes is None:
+            self._weights.append(float(weight))
+            return weighted_loss(loss, self._weights[-1], output)
+        if (sizes := _unless_equal(self._sizes)) is None:
             return loss / (len(self._microbatches) * self._num_batches)
         return loss * (sizes[self._index] / sum(sizes) / self._num_batches)
 

@@ -1,4 +1,4 @@
-"""All ranks of a pipeline must read the same batches: one state of random numbers at the start, and a check."""
+"""All ranks of a pipeline must read the same batches: one state of random numbers at the start, and checks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -47,4 +48,59 @@ def check_same_batch(batch: Any, groups: PipelineGroups) -> None:
             f"The ranks of the pipeline read different batches (ranks {strange} differ from rank 0), but all stages of "
             "a pipeline must see the same samples. Remove rank-dependent samplers and shuffling, or draw random "
             "numbers for the data from a generator with a fixed seed."
+        )
+
+
+def check_same_form(batch: Any, where: str, groups: PipelineGroups) -> None:
+    """Checks that every rank of the pipeline is about to run a batch of the same form; cheap enough for every step.
+
+    Ranks that disagree on shapes or on the number of microbatches misread each other's messages, or wait for ever.
+
+    Args:
+        batch: What this rank is about to run.
+        where: What comes next, such as ``"training_step of batch 12"``.
+        groups: Process groups of this rank.
+
+    Raises:
+        ValueError: If the forms differ, on every rank.
+    """
+    form = form_of(batch)
+    digest = int.from_bytes(hashlib.blake2b(form.encode(), digest_size=7).digest(), "big")
+    extremes = torch.tensor([digest, -digest])
+    with groups.guard(where):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.control)
+    largest, least = extremes[0].item(), -extremes[1].item()
+    if largest != least:
+        told = "; ".join(f"rank {groups.peer(rank)}: {other}" for rank, other in enumerate(groups.gather(form)))
+        raise ValueError(
+            f"The ranks of the pipeline read batches of different form in {where} ({told}), but all stages of a "
+            "pipeline must see the same samples. Remove rank-dependent samplers, collate functions and shuffling."
+        )
+
+
+def form_of(batch: Any) -> str:
+    """Returns the shapes and types of a batch's tensors, and the types of what else is in it."""
+    parts = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            parts.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+        else:
+            parts.append(type(leaf).__name__)
+    return ", ".join(parts)
+
+
+def check_same_random_state(groups: PipelineGroups) -> None:
+    """Checks that every rank has drawn the same random numbers while it created the model.
+
+    Raises:
+        ValueError: If not, on every rank.
+    """
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
+    digests = groups.gather(digest)
+    strange = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if strange:
+        raise ValueError(
+            f"The ranks of the pipeline drew different random numbers in configure_model (ranks {strange} differ from "
+            "rank 0), so their layers would not belong to one model. Create the same modules in the same order on "
+            "every rank; each keeps its own layers only."
         )

@@ -150,6 +150,8 @@ class PipelineSteps:
             result = method.result()
         except Exception as error:
             raise PipelineError(f"rank {groups.global_rank}, {name}: {error}") from error
+        if name == "predict_step":  # logs nothing, and replicas may have batches of different number
+            return result
         return merge_replicas(result, groups.gather_replicas(result.shared))
 
     def _log_profile(self) -> None:
@@ -161,3 +163,7 @@ class PipelineSteps:
         self.module.log("dynmo/step_time_s", runtime.profile.step_s)
         for stage, stage_load in enumerate(stage_loads):
             self.module.log(f"dynmo/load/stage_{stage}", stage_load)
+        unit = "stage" if runtime.stages_per_rank == 1 else "rank"
+        for index, (busy_s, wait_s) in enumerate(zip(runtime.profile.busy_s, runtime.profile.wait_s, strict=True)):
+            self.module.log(f"dynmo/busy_s/{unit}_{index}", busy_s)
+            self.module.log(f"dynmo/wait_s/{unit}_{index}", wait_s)

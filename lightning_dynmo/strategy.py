@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -22,6 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dynmo.averaging import LayerwiseAverages
+from lightning_dynmo.checkpoints import PipelineCheckpoints
+from lightning_dynmo.hooks import GradientHooks
+from lightning_dynmo.loaders import agree_on_loader, seed_workers
 from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import (
@@ -29,27 +31,22 @@ from lightning_dynmo.pipeline import (
     check_num_microbatches,
     check_stages_per_rank,
     clip_grad_norm,
+    clip_grad_value,
     find_schedule,
-    gather_optimizer_state,
-    gather_state_dict,
-    load_optimizer_state,
-    with_keys_of,
-    with_plain_keys,
 )
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
-from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.refusals import check_sizes, check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
 from lightning_dynmo.reporting import final_table, rebalance_line
-from lightning_dynmo.sameness import share_random_state
+from lightning_dynmo.sameness import check_same_form, share_random_state
+from lightning_dynmo.signals import Signals
 from lightning_dynmo.steps import PipelineSteps, Window
+from lightning_dynmo.summary import show_stages
 
 T = TypeVar("T")
 
-CHECKPOINT_KEY = "lightning_dynmo"
 
-
-class DynMoStrategy(PipelineProcesses):
+class DynMoStrategy(PipelineCheckpoints):
     """Trains a LightningModule as a pipeline over all devices, with the numbers of one device.
 
     The module needs one method, ``configure_pipeline()``, which returns the chain of layers that its forward runs.
@@ -73,6 +70,8 @@ class DynMoStrategy(PipelineProcesses):
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
         load: What is to be equal between stages: ``"time"`` as measured, or ``"parameters"``.
+        save_distributed_checkpoint: Whether checkpoints are folders to which each rank writes the layers it owns,
+            instead of one file for which the first rank gathers all layers. Both can be loaded with either setting.
         timeout: Longest wait for another rank.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -98,6 +97,7 @@ class DynMoStrategy(PipelineProcesses):
         balancer: Balancer | None = None,
         load: LoadMetric = "time",
         activation_checkpointing: bool = False,
+        save_distributed_checkpoint: bool = False,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -125,29 +125,24 @@ class DynMoStrategy(PipelineProcesses):
         self.balancer = balancer
         self.load = load
         self.activation_checkpointing = activation_checkpointing
-        self._runtime: PipelineRuntime | None = None
-        self._steps: PipelineSteps | None = None
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self._hooks: GradientHooks | None = None
+        self._averages: LayerwiseAverages | None = None
+        self._signals: Signals | None = None
         self._local_metrics = LocalMetrics()
         self._example_input: Any = None
-        self._microbatches: int | None = None if num_microbatches == "auto" else num_microbatches
-        self._saved: Mapping[str, Any] = {}
+        self._microbatches = None if num_microbatches == "auto" else num_microbatches
         self._balance_by_time = False
 
-    @property
-    def runtime(self) -> PipelineRuntime:
-        """The pipeline of this rank; callbacks profile and rebalance through it."""
-        if self._runtime is None:
-            raise RuntimeError("The pipeline exists only while the Trainer runs; use it in hooks after setup.")
-        return self._runtime
-
-    @property
-    def steps(self) -> PipelineSteps:
-        """Runs this rank's part of each step."""
-        if self._steps is None:
-            raise RuntimeError("Steps can run only while the Trainer runs.")
-        return self._steps
-
     # Start and end
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Creates the model without memory for layers that other ranks own; Lightning enters it for configure_model."""
+        assert self._groups is not None
+        with self.division.creating(self._groups):
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -158,7 +153,8 @@ class DynMoStrategy(PipelineProcesses):
         module = self.lightning_module
         # Its advice does not hold here: every rank logs the same values.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*", module="lightning.*")
-        refuse_unsupported(trainer, module, self.precision_plugin)
+        division = self.division
+        refuse_unsupported(trainer, module, self.precision_plugin, divided=division.left is not None)
         if trainer.state.fn == TrainerFn.FITTING and self.num_microbatches != "auto":
             num_ranks = self.pipeline_parallel_size
             check_num_microbatches(self.schedule, self.num_microbatches, num_ranks, num_ranks * self.stages_per_rank)
@@ -166,13 +162,15 @@ class DynMoStrategy(PipelineProcesses):
             rank_zero_warn("example_input_array is not used, since no rank of a pipeline can run the whole model.")
             self._example_input, module.example_input_array = module.example_input_array, None
         layers = pipeline_layers(module)
-        self.model = self.precision_plugin.convert_module(module)
-        chain = LayerChain(module, layers)
+        self.model = division.convert(self.precision_plugin)
+        chain, assignment = division.left or (LayerChain(module, layers), None)
         seed = share_random_state(self._groups)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path:
+            seed = self._saved.get("seed", seed)  # a resumed run draws on, as if it had never stopped
         self._runtime = PipelineRuntime(
             chain,
             self._groups,
-            self._first_assignment(chain),
+            assignment or self._first_assignment(chain),
             schedule=self.schedule.name,
             stages_per_rank=self.stages_per_rank,
             recompute=self.activation_checkpointing,
@@ -182,16 +180,26 @@ class DynMoStrategy(PipelineProcesses):
             precision_context=self.precision_plugin.forward_context,
         )
         self._steps = PipelineSteps(module, self._runtime, self._microbatches)
+        self._hooks = GradientHooks(trainer, module, self._runtime)
+        self._averages = LayerwiseAverages(trainer, self._runtime)
+        show_stages(trainer)
         with self._groups.guard("distribution of the layers"):
-            self._runtime.distribute()
+            division.distribute(self._runtime)
+            self._averages.share_stationary()
+        self.load_owned_layers()
         prepare_metrics(module, chain, self.root_device)
         self._local_metrics.begin(self._groups)
+        if self.world_size > 1:
+            self._signals = Signals(trainer, self._groups.failures, self.gather_numbers)
+            self._signals.take()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
             self._runtime.optimizers = self.optimizers
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
+        self.precision_plugin._after_closure = self._before_optimizer_step  # type: ignore[assignment, method-assign]
 
     @override
     def model_to_device(self) -> None:
@@ -213,17 +221,20 @@ class DynMoStrategy(PipelineProcesses):
 
     @override
     def teardown(self) -> None:
-        if self._runtime is not None:
-            trained = self.optimizers if self._trainer.state.fn == TrainerFn.FITTING else []
-            states = [self.optimizer_state(optimizer) for optimizer in trained]
-            with self._together("end of the run"):
-                self._runtime.make_whole()
-            for optimizer, state in zip(trained, states, strict=True):
-                if state:  # rank 0, which can save a checkpoint from now on by itself
-                    optimizer.load_state_dict(state)
-            self._saved, self._microbatches = self._plan(), self.steps.num_microbatches
-            self._runtime = self._steps = None
+        if self._runtime is not None and self._steps is not None:
+            self._saved, self._microbatches = self._plan(), self._steps.num_microbatches
+            if self.division.is_divided:
+                self.division.leave(self._runtime)
+            else:
+                self._make_whole(self._runtime)
+                self._runtime = None
+        self._steps = self._division = None
+        if self._averages is not None:
+            self._averages.end()
         self._local_metrics.end()
+        if self._signals is not None:
+            self._signals.release()
+            self._signals = None
         if self._example_input is not None and self.lightning_module is not None:
             self.lightning_module.example_input_array = self._example_input
         super().teardown()
@@ -231,7 +242,10 @@ class DynMoStrategy(PipelineProcesses):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._runtime = self._steps = None
+        self._runtime = self._steps = self._division = None
+        self._to_load = ()
+        if self._averages is not None:
+            self._averages.end()
 
     # Steps
 
@@ -241,6 +255,7 @@ class DynMoStrategy(PipelineProcesses):
         step, num_batches = loop.total_batch_idx, trainer.accumulate_grad_batches
         if loop.batch_idx == 0:
             self.steps.begin_loop()
+        check_same_form(batch, f"training_step of batch {step}", self.runtime.groups)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         window = Window(
             num_batches, starts=loop.batch_idx % num_batches == 0, ends=not trainer.fit_loop._should_accumulate()
@@ -257,25 +272,32 @@ class DynMoStrategy(PipelineProcesses):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Puts the gradients of the schedule, which has run already, in place, between the hooks of a backward."""
         assert self.lightning_module is not None
+        assert self._hooks is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self._together("exchange of gradients"):
             self.steps.gradients.place()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        with self._hooks.around("on_after_backward"):
+            closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._together(f"optimizer step of {self._what_is_here()}"):  # names who has run out of memory
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
     def validation_step(self, batch: Any, *args: Any) -> Any:
-        return self.steps.evaluate("validation_step", batch, args)
+        return self._evaluate("validation_step", batch, args)
 
     @override
     def test_step(self, batch: Any, *args: Any) -> Any:
-        return self.steps.evaluate("test_step", batch, args)
+        return self._evaluate("test_step", batch, args)
 
     @override
     def predict_step(self, batch: Any, *args: Any) -> Any:
-        output = self.steps.evaluate("predict_step", batch, args)
+        output = self._evaluate("predict_step", batch, args)
         return output if self.pp_rank == 0 else None
 
     @override
@@ -292,62 +314,18 @@ class DynMoStrategy(PipelineProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds workers alike on all ranks of a pipeline, so that random augmentation gives them the same samples."""
-        init = getattr(dataloader, "worker_init_fn", None)
-        if isinstance(init, partial) and init.func is pl_worker_init_function:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.dp_rank)  # type: ignore[attr-defined]
-        return dataloader
-
-    # Checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns on the first rank of each pipeline the state of the whole model; elsewhere an empty one."""
-        if self._runtime is None:
-            return with_plain_keys(super().lightning_module_state_dict())
-        with self._together("gathering of the model's state") as groups:
-            return gather_state_dict(self.runtime.chain, self.runtime.owners, groups)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns on the first rank of each pipeline the whole optimizer state; elsewhere an empty one."""
-        if self._runtime is None:
-            return super().optimizer_state(optimizer)
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        with self._together("gathering of the optimizer's state") as groups:
-            return gather_optimizer_state(self.runtime.chain, self.runtime.owners, groups, optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        checkpoint[CHECKPOINT_KEY] = self._plan()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved = checkpoint.get(CHECKPOINT_KEY, {})
-        if self.num_microbatches == "auto":
-            self._microbatches = self._saved.get("num_microbatches")
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        state = with_keys_of(self.lightning_module, checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state(self.runtime.chain, optimizer, state)
+        assert self._groups is not None
+        seed_workers(dataloader, self._groups.dp_rank)
+        return agree_on_loader(dataloader, self.gather_objects, self.gather_numbers)
 
     # Inside
 
-    def _plan(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the pipeline, in plain types."""
-        if self._runtime is None:
-            return dict(self._saved)
-        return {"balance": list(self._runtime.assignment.balance), "num_microbatches": self.steps.num_microbatches}
+    def _evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        where = f"{name} of batch {args[0] if args else 0}"
+        if self._signals is not None:
+            self._signals.heed(where)
+        check_same_form(batch, where, self.runtime.groups)
+        return self.steps.evaluate(name, batch, args)
 
     def _first_assignment(self, chain: LayerChain) -> Assignment:
         """Returns the split to begin with: that of the checkpoint where it fits, unless the user gave one."""
@@ -359,13 +337,41 @@ class DynMoStrategy(PipelineProcesses):
         self._balance_by_time = self.balance == "time"
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], num_stages)
 
+    def _what_is_here(self) -> str:
+        """Returns stages and layers of this rank, for errors."""
+        runtime = self.runtime
+        layers = runtime.chain.owned
+        stages = sorted({runtime.assignment.stage_of(layer) for layer in layers})
+        return f"stage {', '.join(map(str, stages))}, layers {', '.join(map(str, layers))}"
+
+    def _make_whole(self, runtime: PipelineRuntime) -> None:
+        """Gives every rank the whole model, and rank 0 the optimizers' state, so that it can save by itself."""
+        gathers = self._trainer.state.fn == TrainerFn.FITTING and not self.save_distributed_checkpoint
+        trained = self.optimizers if gathers else []
+        states = [self.optimizer_state(optimizer) for optimizer in trained]
+        with self._together("end of the run"):
+            runtime.make_whole()
+        for optimizer, state in zip(trained, states, strict=True):
+            if state:
+                optimizer.load_state_dict(state)
+
     @override
     def _in_step_method(self) -> bool:
         return self._steps is not None and self._steps.running
 
+    def _before_optimizer_step(self, model: LightningModule, optimizer: Optimizer) -> None:
+        """Runs the hooks between backward and optimizer step, and clips."""
+        assert self._hooks is not None
+        plugin = self.precision_plugin
+        with self._hooks.around("on_before_optimizer_step", "configure_gradient_clipping"):
+            type(plugin)._after_closure(plugin, model, optimizer)
+
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with self._together("clipping of gradients") as groups:
             clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val, groups)
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_grad_value(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
 
 StrategyRegistry.register(

@@ -11,11 +11,12 @@ import lightning.pytorch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 import lightning_dynmo
+from lightning_dynmo.cli.parsing import DynMoParser, check_strategy_name, spell_out_strategies
 from lightning_dynmo.cli.plan import plan
 from lightning_dynmo.cli.terminal import tidy_logs, use_short_progress_bar
 from lightning_dynmo.pipeline import PipelineError
@@ -48,6 +49,7 @@ class DynMoCLI(LightningCLI):
             trainer_class=PlanningTrainer,
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
+            parser_class=DynMoParser,
             parser_kwargs={
                 "prog": "lightning-dynmo",
                 "description": "Trains LightningModules as pipelines that stay balanced.",
@@ -60,6 +62,14 @@ class DynMoCLI(LightningCLI):
     @override
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self.config = parser.parse_args(spell_out_strategies(sys.argv[1:]))
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        check_strategy_name(self.config[self.subcommand].trainer.strategy)
 
     @override
     def after_instantiate_classes(self) -> None:

@@ -4,12 +4,16 @@ from lightning_dynmo.pipeline.checkpoint import (
     gather_optimizer_state,
     gather_state_dict,
     load_optimizer_state,
+    load_state_dict,
+    owned_optimizer_state,
+    owned_state_dict,
     with_keys_of,
     with_plain_keys,
 )
 from lightning_dynmo.pipeline.exchange import Profile
 from lightning_dynmo.pipeline.failures import FailureBoard, PipelineError
-from lightning_dynmo.pipeline.gradients import GradientWindow, clip_grad_norm
+from lightning_dynmo.pipeline.folders import StoredState, is_folder, load_folder, save_folder
+from lightning_dynmo.pipeline.gradients import GradientWindow, clip_grad_norm, clip_grad_value
 from lightning_dynmo.pipeline.groups import PipelineGroups, create_groups
 from lightning_dynmo.pipeline.microbatches import (
     Inputs,
@@ -19,6 +23,8 @@ from lightning_dynmo.pipeline.microbatches import (
     split_batch,
 )
 from lightning_dynmo.pipeline.migration import Migration
+from lightning_dynmo.pipeline.remote_gradients import remote_gradients
+from lightning_dynmo.pipeline.rendezvous import store_of_this_attempt
 from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
 from lightning_dynmo.pipeline.schedules import (
     SCHEDULES,
@@ -39,19 +45,29 @@ __all__ = [
     "PipelineRuntime",
     "Profile",
     "Rebalance",
+    "StoredState",
     "batch_size_of",
     "check_num_microbatches",
     "check_stages_per_rank",
     "choose_num_microbatches",
     "clip_grad_norm",
+    "clip_grad_value",
     "create_groups",
     "find_schedule",
     "gather_optimizer_state",
     "gather_state_dict",
+    "is_folder",
+    "load_folder",
     "load_optimizer_state",
+    "load_state_dict",
     "merge_outputs",
     "nearest_num_microbatches",
+    "owned_optimizer_state",
+    "owned_state_dict",
+    "remote_gradients",
+    "save_folder",
     "split_batch",
+    "store_of_this_attempt",
     "with_keys_of",
     "with_plain_keys",
 ]

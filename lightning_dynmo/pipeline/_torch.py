@@ -7,10 +7,15 @@ missing, rather than in the middle of a training run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+from torch.autograd import profiler
+
 try:
+    from torch._C import _disabled_torch_function_impl as disabled_torch_function
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
     from torch._dynamo.eval_frame import OptimizedModule
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -36,7 +41,25 @@ __all__ = [
     "add_messages",
     "compute_order",
     "default_store",
+    "disabled_torch_function",
+    "make_wrapper_subclass",
+    "named_range",
 ]
+
+
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+if not hasattr(profiler, "_is_profiler_enabled"):
+    raise ImportError(
+        "torch.autograd.profiler has no _is_profiler_enabled; lightning_dynmo works with torch>=2.11,<2.14. Install a "
+        "torch release in that range."
+    )
+
+
+def named_range(*words: object) -> AbstractContextManager[Any]:
+    """Returns a context that shows in a profile under these words; one that does nothing where no profiler runs."""
+    if not profiler._is_profiler_enabled:
+        return nullcontext()
+    return profiler.record_function(" ".join(map(str, words)))
 
 
 def default_store() -> Store:

@@ -82,18 +82,22 @@ class Border:
         return as_arguments(tree_unflatten(leaves, self.structure))
 
 
-def signature_of(inputs: Inputs, chain: LayerChain) -> tuple[Any, ...]:
-    """Returns a hashable key of what borders depend on: the inputs' form, what is trainable, modes and autocast."""
+def condition_of(chain: LayerChain) -> tuple[Any, ...]:
+    """Returns a hashable key of what borders depend on besides the inputs: what is trainable, modes, and autocast."""
+    trainable = tuple(parameter.requires_grad for index in range(len(chain)) for parameter in chain.parameters(index))
+    autocast = tuple(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")
+    )
+    return (trainable, tuple(layer.training for layer in chain.layers), torch.is_grad_enabled(), autocast)
+
+
+def form_of(inputs: Inputs) -> tuple[Any, ...]:
+    """Returns a hashable key of what borders depend on in the inputs: structure, and shapes and dtypes of tensors."""
     leaves, structure = tree_flatten((inputs.args, inputs.kwargs))
     shapes = tuple(
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
-    trainable = tuple(parameter.requires_grad for index in range(len(chain)) for parameter in chain.parameters(index))
-    modes = tuple(layer.training for layer in chain.layers)
-    autocast = tuple(
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")
-    )
-    return (shapes, str(structure), trainable, modes, torch.is_grad_enabled(), autocast)
+    return (shapes, str(structure))
 
 
 def infer_borders(

@@ -29,6 +29,11 @@ class Profile:
     step_s: float
 
     @property
+    def wait_s(self) -> tuple[float, ...]:
+        """Seconds in which each rank waited for others."""
+        return tuple(max(self.step_s - busy, 0.0) for busy in self.busy_s)
+
+    @property
     def bubble_ratio(self) -> float:
         """Idle over total time of the ranks, in ``[0, 1]``."""
         return bubble_ratio(self.busy_s, self.step_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
-from lightning_dynmo.pipeline._torch import Action, ActionType
+from lightning_dynmo.pipeline._torch import Action, ActionType, named_range
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.stage import Stage
 from lightning_dynmo.profiling import LayerTimer
@@ -19,14 +19,17 @@ from lightning_dynmo.profiling import LayerTimer
 _NAMES = {
     ActionType.FORWARD: "forward",
     ActionType.FULL_BACKWARD: "backward",
-    ActionType.BACKWARD_INPUT: "backward of inputs",
-    ActionType.BACKWARD_WEIGHT: "backward of weights",
-    ActionType.SEND_F: "send activations",
-    ActionType.RECV_F: "receive activations",
-    ActionType.SEND_B: "send gradients",
-    ActionType.RECV_B: "receive gradients",
+    ActionType.BACKWARD_INPUT: "input backward",
+    ActionType.BACKWARD_WEIGHT: "weight backward",
+    ActionType.SEND_F: "sending activations",
+    ActionType.RECV_F: "receiving activations",
+    ActionType.SEND_B: "sending gradients",
+    ActionType.RECV_B: "receiving gradients",
 }
 _LAST = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT)
+
+_MAX_SENDING = 8
+"""Messages that are on their way at a time."""
 
 Message = tuple[str, int, int]
 """What a tensor is for: ``"activations"`` or ``"gradients"``, the stage that takes it, and the microbatch."""
@@ -61,7 +64,7 @@ class ScheduleRun:
         self._on_gradients = on_gradients
         self._arriving: dict[Message, tuple[list[Any], tuple[Tensor | None, ...]]] = {}
         self._made: dict[Message, Sequence[Tensor | None]] = {}
-        self._sending: list[tuple[list[Any], list[Tensor]]] = []
+        self._sending: deque[tuple[list[Any], list[Tensor]]] = deque()
 
     def run(self, actions: Sequence[Action], num_microbatches: int) -> None:
         """Carries out this rank's actions."""
@@ -70,16 +73,13 @@ class ScheduleRun:
             kind, stage, microbatch = action.computation_type, action.stage_index, action.microbatch_index
             if kind not in _NAMES:  # marks for other ways of sharding, which torch puts in
                 continue
-            with record_function(f"{_NAMES[kind]}: stage {stage}, microbatch {microbatch}"):
+            with named_range(f"dynmo: {_NAMES[kind]} of stage", stage, "microbatch", microbatch):
                 self._perform(kind, self._stages[stage], microbatch or 0)
             if kind in _LAST:
                 missing[stage] -= 1
                 if not missing[stage]:
                     self._on_gradients(self._stages[stage])
-        for works, _ in self._sending:
-            for work in works:
-                work.wait()
-        self._sending.clear()
+        self._wait_for_sends(0)
 
     def _perform(self, kind: ActionType, stage: Stage, microbatch: int) -> None:
         index = stage.index
@@ -142,6 +142,18 @@ class ScheduleRun:
         operations = [dist.P2POp(dist.isend, tensor, peer, self._groups.pipeline) for tensor in tensors]
         if operations:
             self._sending.append((dist.batch_isend_irecv(operations), tensors))
+            self._wait_for_sends(_MAX_SENDING)
+
+    def _wait_for_sends(self, most: int) -> None:
+        """Waits until so many messages at most are on their way, whose memory is kept.
+
+        The order of a schedule puts each receive before anything that needs a later message of the sender's, so that
+        waiting for a send cannot block.
+        """
+        while len(self._sending) > most:
+            works, _ = self._sending.popleft()
+            for work in works:
+                work.wait()
 
     def _receive(self, message: Message, source: int, forms: Sequence[Tensor | None]) -> None:
         peer, device = self._groups.peer(self._placement[source]), self._groups.device

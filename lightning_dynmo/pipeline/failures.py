@@ -10,13 +10,17 @@ and the ranks that do not answer are named.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection
 from contextlib import suppress
 
+import torch
+
 from lightning_dynmo.pipeline._torch import Store
 
 _LOST_CONNECTION = ("gloo/", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
+_NO_MEMORY = re.compile(r"\[enforce fail[^\n]*can't allocate memory")
 _POLL_S = 0.02
 
 
@@ -108,6 +112,13 @@ def is_lost_connection(error: BaseException) -> bool:
     error = _without_wrapping(error)
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_CONNECTION)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether this is what torch or Python raise where there is no memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.match(str(error)))
 
 
 def describe(where: str, error: BaseException) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline.groups import PipelineGroups
+from lightning_dynmo.pipeline.remote_gradients import RemoteGradient
 from lightning_dynmo.pipeline.replicas import ReplicaSums
 
 
@@ -128,7 +129,7 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, groups: 
     """
     norms = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=groups.device)
     for position, parameter in enumerate(parameters):
-        if parameter.grad is not None:
+        if parameter.grad is not None and not isinstance(parameter.grad, RemoteGradient):
             norms[position] = torch.linalg.vector_norm(parameter.grad)
     known = torch.stack([norms.nan_to_num(0.0, torch.inf), norms.isnan()])  # a maximum may pass over a NaN
     dist.all_reduce(known, op=dist.ReduceOp.MAX, group=groups.pipeline)
@@ -140,3 +141,10 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, groups: 
     total: Tensor = torch.linalg.vector_norm(norms[present].to(dtype))
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
+
+
+def clip_grad_value(parameters: Sequence[nn.Parameter], clip_value: float) -> None:
+    """Clips each entry of the gradients; torch's own function fails on a rank that has parameters but no gradients."""
+    present = [parameter for parameter in parameters if parameter.grad is not None]
+    if present:
+        torch.nn.utils.clip_grad_value_(present, clip_value)

@@ -23,6 +23,7 @@ from lightning_dynmo.pipeline.failures import (
     describe,
     find_pipeline_error,
     is_lost_connection,
+    is_out_of_memory,
 )
 
 MESH_AXES = ("pipeline_parallel", "data_parallel")
@@ -142,7 +143,7 @@ class PipelineGroups:
             doing: What the body does, for the text, such as ``"training step 12"``.
 
         Raises:
-            PipelineError: If a layer or step method failed here, or another rank failed in any way.
+            PipelineError: If a layer or step method failed here, memory ran out, or another rank failed in any way.
         """
         if self.closed:
             raise PipelineError(self.failures.read() or f"The connections between ranks are closed, so no {doing}.")
@@ -154,6 +155,9 @@ class PipelineGroups:
                 raise PipelineError(self.failures.publish(str(known))) from known.__cause__
             if is_lost_connection(error):
                 raise PipelineError(self._why_lost(doing, error)) from error
+            if is_out_of_memory(error):  # says by itself neither where nor why
+                text = describe(f"rank {self.failures.rank}, {doing}", error)
+                raise PipelineError(self.failures.publish(text)) from error
             raise
 
     def fail(self, error: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -140,26 +141,24 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float] | None = No
     return mean.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
 
 
-def weight_of(weight: Any) -> float:
-    """Returns the weight of a microbatch as a number.
+def weighted_loss(loss: Tensor, weight: float, output: Any) -> Tensor:
+    """Returns a microbatch's loss times its weight, from which the backward runs.
+
+    The mean over nothing is often NaN, so without weight it is zero times the chain's output, whatever the loss is.
 
     Raises:
-        ValueError: If it is negative or not finite.
+        ValueError: If the weight is negative or not finite.
     """
-    value = float(weight)
-    if not 0 <= value < float("inf"):
+    if not 0 <= weight < math.inf:
         raise ValueError(
-            f"training_step returned 'weight': {value}; expected a number of at least 0, such as the number of tokens "
+            f"training_step returned 'weight': {weight}; expected a number of at least 0, such as the number of tokens "
             "that the mean in 'loss' is taken over."
         )
-    return value
-
-
-def without_effect(loss: Tensor, output: Any) -> Tensor:
-    """Returns a loss that gives all layers gradients of zero, though the mean over no tokens is often NaN."""
     values = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
     differentiable = [value for value in values if value.requires_grad]
-    return torch.stack([(value * 0.0).sum() for value in differentiable]).sum() if differentiable else loss * 0.0
+    if weight or not differentiable:
+        return loss * weight
+    return torch.stack([(value * 0.0).sum() for value in differentiable]).sum()
 
 
 def _collect_sizes(value: Any, path: str, sizes: dict[int, str]) -> None:

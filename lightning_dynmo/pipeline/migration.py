@@ -192,7 +192,9 @@ class Migration:
 def migrate(
     chain: LayerChain, moves: Iterable[Move], groups: PipelineGroups, optimizers: Sequence[Optimizer]
 ) -> Migration:
-    """Moves layers between the ranks of a pipeline; every rank calls this with the same moves.
+    """Moves layers between the ranks of a pipeline, and those of the chain's followers with them.
+
+    Every rank calls this with the same moves.
 
     Args:
         chain: All layers.
@@ -213,6 +215,7 @@ def migrate(
 
 def _migrate(chain: LayerChain, moves: Sequence[Move], groups: PipelineGroups, optimizers: Sequence[Optimizer]) -> int:
     arrived, moved_bytes = transfer(chain, moves, groups, optimizers)
+    following = [(follower, *transfer(follower, moves, groups, ())) for follower in chain.followers]
     for move in moves:
         if move.source == groups.pp_rank:
             chain.let_go(move.layer, move.target)
@@ -222,6 +225,10 @@ def _migrate(chain: LayerChain, moves: Sequence[Move], groups: PipelineGroups, o
                         optimizer.state.pop(parameter, None)
     for index, package in arrived.items():
         unpack(chain, index, optimizers, package)
+    for follower, packages, follower_bytes in following:
+        moved_bytes += follower_bytes
+        for index, package in packages.items():
+            unpack(follower, index, (), package)
     for move in moves:
         if not chain.owns(move.layer):
             chain.let_go(move.layer, move.target)  # so that the shell's error names the new owner
@@ -266,14 +273,15 @@ def transfer(
             if pair[1] == me:
                 for index in layers[pair]:
                     arrived[index] = _empty_package(manifests[index], groups.device)
-    except RuntimeError as failure:  # out of memory
+    except (RuntimeError, MemoryError) as failure:  # out of memory
         error = failure
-    problems = groups.gather(None if error is None else str(error))
-    if any(problems):
-        told = "; ".join(f"pipeline rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    here = ", ".join(str(index) for pair in pairs for index in layers[pair])
+    where = f"rank {groups.global_rank}, layers {here}"
+    problems = [problem for problem in groups.gather(None if error is None else f"{where}: {error}") if problem]
+    if problems:
         raise RuntimeError(
-            f"Layers could not be moved, so everything stays where it was. No memory for what was to move on {told}. "
-            "Move fewer layers at a time, or leave more memory free on that rank."
+            "Layers could not be moved, so everything stays where it was. No memory for what was to move: "
+            f"{'; '.join(problems)}. Move fewer layers at a time, or leave more memory free on that rank."
         ) from error
 
     _exchange(buffers, groups)
@@ -293,7 +301,8 @@ def make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups)
         groups: Process groups of this rank.
     """
     with torch.inference_mode(False), torch.no_grad():
-        _make_whole(chain, owners, groups)
+        for each in (chain, *chain.followers):
+            _make_whole(each, owners, groups)
 
 
 def _make_whole(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups) -> None:

@@ -20,7 +20,11 @@ def same_on_all_replicas(chain: LayerChain, groups: PipelineGroups) -> None:
     """Gives this rank's layers the values that they have in the first replica."""
     if groups.dp_size == 1:
         return
-    named = [entry for index in chain.owned for entry in chain.tensors(index)] + chain.stationary()
+    named = [
+        entry
+        for part in (chain, *chain.followers)
+        for entry in [*(entry for index in chain.owned for entry in part.tensors(index)), *part.stationary()]
+    ]
     source = dist.get_global_rank(groups.replicas, 0)
     for tensor in {id(tensor): tensor for _, tensor in named}.values():
         dense = tensor.data.contiguous()

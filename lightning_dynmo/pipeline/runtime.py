@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
 from lightning_dynmo.pipeline._torch import Order
-from lightning_dynmo.pipeline.borders import Border, infer_borders, signature_of
+from lightning_dynmo.pipeline.borders import Border, condition_of, form_of, infer_borders
 from lightning_dynmo.pipeline.exchange import Profile, agree_on, gather_profile
 from lightning_dynmo.pipeline.execution import ScheduleRun
 from lightning_dynmo.pipeline.groups import PipelineGroups
@@ -103,7 +103,7 @@ class PipelineRuntime:
         self.stages_per_rank = check_stages_per_rank(self.schedule, stages_per_rank)
         self.placement = self.schedule.place(groups.pp_size, self.stages_per_rank)
         self._recompute = recompute
-        self._seed = seed
+        self.seed = seed
         self._precision_context = precision_context
         self.accumulating = False
         self._profile_next = False
@@ -153,14 +153,19 @@ class PipelineRuntime:
         """Begins to count overhead and time anew."""
         self._overhead_s, self._clock_began = 0.0, time.perf_counter()
 
-    def distribute(self) -> None:
-        """Leaves each rank the layers that it owns, on the device, with the values of the first rank of all."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._distribute()
+    def distribute(self, in_place: Collection[int] = ()) -> None:
+        """Leaves each rank the layers that it owns, on the device, with the values of the first rank of all.
 
-    def _distribute(self) -> None:
+        Args:
+            in_place: Layers that are with their owners already, and need not come from the first rank.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._distribute(in_place)
+
+    def _distribute(self, in_place: Collection[int]) -> None:
         owners, device = self.owners, self.groups.device
-        migrate(self.chain, [Move(layer, 0, owner) for layer, owner in enumerate(owners) if owner], self.groups, ())
+        moves = [Move(layer, 0, owner) for layer, owner in enumerate(owners) if owner and layer not in in_place]
+        migrate(self.chain, moves, self.groups, ())
         for layer, owner in enumerate(owners):
             if owner == self.groups.pp_rank:
                 for _, tensor in self.chain.tensors(layer):
@@ -205,7 +210,7 @@ class PipelineRuntime:
         timer = LayerTimer(self.groups.device) if self._profile_next else None
         groups, num_microbatches = self.groups, len(inputs)
         order = order_of(self.schedule, groups.pp_size, self.stages_per_rank, num_microbatches)
-        with keyed_python_randomness(self._seed, step), nullcontext() if timer is None else timer.step():
+        with keyed_python_randomness(self.seed, step), nullcontext() if timer is None else timer.step():
             self._run(order, self._iteration(inputs, last_step, step, timer), on_gradients)
         if timer is not None:
             begin = time.perf_counter()
@@ -216,7 +221,7 @@ class PipelineRuntime:
     def evaluate(self, inputs: Sequence[Inputs], last_step: LastStep, step: int) -> None:
         """Runs the forward of one batch; call it without gradients. Arguments as in `train`."""
         order = evaluation_order_of(self.placement, len(inputs))
-        with keyed_python_randomness(self._seed, step):
+        with keyed_python_randomness(self.seed, step):
             self._run(order, self._iteration(inputs, last_step, step, None), lambda stage: None)
 
     def request_profile(self) -> None:
@@ -285,9 +290,10 @@ class PipelineRuntime:
     def _iteration(
         self, inputs: Sequence[Inputs], last_step: LastStep, step: int, timer: LayerTimer | None
     ) -> Iteration:
-        borders = [self._borders_for(entry) for entry in inputs]
+        condition = condition_of(self.chain)
+        borders = [self._borders_for(entry, condition) for entry in inputs]
         first = self.groups.dp_rank * len(inputs)
-        return Iteration(inputs, borders, last_step, (self._seed, step), first, timer)
+        return Iteration(inputs, borders, last_step, (self.seed, step), first, timer)
 
     def _run(self, order: Order, iteration: Iteration, on_gradients: Callable[[Stage], None]) -> None:
         groups, stages = self.groups, self._own_stages()
@@ -317,9 +323,9 @@ class PipelineRuntime:
                 )
         return self._stages
 
-    def _borders_for(self, inputs: Inputs) -> list[Border]:
+    def _borders_for(self, inputs: Inputs, condition: tuple[Any, ...]) -> list[Border]:
         """Returns what crosses between layers, which does not depend on where the layers are."""
-        signature = signature_of(inputs, self.chain)
+        signature = (form_of(inputs), condition)
         if signature not in self._borders:
             self._borders[signature] = infer_borders(self.chain, inputs, self._precision_context)
             if len(self._borders) > _MAX_BORDERS:

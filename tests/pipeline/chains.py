@@ -272,8 +272,12 @@ def assert_same_as_loop(
 def _difference(left: dict[str, Tensor], right: dict[str, Tensor], tolerance: float) -> str:
     if left.keys() != right.keys():
         return f"only one has {sorted(left.keys() ^ right.keys())}"
-    options = {"rtol": tolerance, "atol": tolerance}
-    return next((name for name in left if not torch.allclose(left[name], right[name], **options)), "")
+    return next((name for name in left if not _close(left[name], right[name], tolerance)), "")
+
+
+def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    same_form = left.dtype == right.dtype and left.shape == right.shape
+    return same_form and torch.allclose(left, right, rtol=tolerance, atol=tolerance)
 
 
 def _freeze(model: Model, plan: Plan, step: int) -> None:

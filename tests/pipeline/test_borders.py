@@ -16,7 +16,15 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import Inputs
-from lightning_dynmo.pipeline.borders import Border, as_arguments, call_layer, check_border, infer_borders, signature_of
+from lightning_dynmo.pipeline.borders import (
+    Border,
+    as_arguments,
+    call_layer,
+    check_border,
+    condition_of,
+    form_of,
+    infer_borders,
+)
 from tests.helpers.distributed import run_distributed
 from tests.pipeline.chains import WIDTH, Block, Model, Plan, blocks, start, train
 from tests.pipeline.layers import Named, batch_norm_layers, half_precision, layers_with_tuples
@@ -152,6 +160,10 @@ def test_inference_touches_neither_counters_nor_hooks_nor_statistics_nor_random_
     assert all(layer.calls == 0 for layer in chain.layers if hasattr(layer, "calls"))
     with pytest.raises(AssertionError, match="a hook was run"):
         chain.layers[0](torch.randn(3, WIDTH))
+
+
+def signature_of(inputs: Inputs, chain: LayerChain) -> tuple[Any, ...]:
+    return form_of(inputs), condition_of(chain)
 
 
 def test_signature_follows_shapes_dtypes_kinds_and_what_is_trainable() -> None:

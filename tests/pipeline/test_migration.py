@@ -338,7 +338,7 @@ def _target_has_no_memory(rank: int, where: str) -> dict[str, Any]:
 def test_move_that_fails_leaves_the_model_whole_and_is_raised_everywhere(where: str) -> None:
     results = run_distributed(_target_has_no_memory, 3, where)
     assert len({result["text"] for result in results}) == 1
-    assert "pipeline rank 0: DefaultCPUAllocator: can't allocate memory" in results[0]["text"]
+    assert "rank 0, layers 1, 2: DefaultCPUAllocator: can't allocate memory" in results[0]["text"]
     assert [result["owned"] for result in results] == [(0,), (1, 2), (3, 4)]
     assert {result["balance"] for result in results} == {(1, 2, 2)}
     assert results[2]["losses"] == run_loop(Plan()).losses

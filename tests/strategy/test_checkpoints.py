@@ -114,7 +114,7 @@ def test_a_checkpoint_is_plain_and_loads_in_one_process(undisturbed: tuple[bool,
     _, directory, expected = undisturbed
     checkpoint = load(directory / "step=10.ckpt")  # tensors and plain types only
     saved = checkpoint["lightning_dynmo"]
-    assert saved.keys() == {"balance", "num_microbatches"}
+    assert saved.keys() == {"balance", "num_microbatches", "seed"}
     assert (sum(saved["balance"]), len(saved["balance"]), saved["num_microbatches"]) == (7, 3, 4)
     model = TinyGPT.load_from_checkpoint(directory / "step=10.ckpt")
     assert differences(dict(model.state_dict()), expected["weights"]) == []

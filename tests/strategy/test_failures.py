@@ -57,6 +57,20 @@ def test_failures_under_the_launcher_of_lightning(tmp_path: Path) -> None:
     outcome.check_end("callback")
 
 
+def test_memory_runs_out(tmp_path: Path) -> None:
+    error = "RuntimeError: .*can't allocate memory"
+    expected = {
+        "memory_in_forward": rf"^rank 1, stage 1, layer 2 \(Block\), microbatch 0: {error}",
+        "memory_in_backward": rf"^rank 1, stage 1, layers 2-3, backward of microbatch 0: {error}",
+        "memory_in_optimizer": rf"^rank 1, optimizer step of stage 1, layers 2, 3: {error}",
+        "memory_in_checkpoint": rf"^rank 0: {error}|^\[enforce fail .*can't allocate memory",
+    }
+    outcome = launch("torchrun", tmp_path, [*expected, "succeeds"])
+    for case, pattern in expected.items():
+        check(outcome, case, pattern)
+    assert all(entry["kind"] is None for entry in outcome.records("succeeds").values()), outcome.records("succeeds")
+
+
 @pytest.mark.parametrize(
     ("launcher", "killed", "pattern"),
     [
