@@ -53,7 +53,7 @@ def counted_layers() -> list[nn.Module]:
 
 
 eights = partial(regression, (8, 8, 16, 8))
-_COUNTED = Case(partial(Chain, counted_layers), eights, plain="microbatches", trainer={"max_epochs": 2})
+_COUNTED = Case(partial(Chain, counted_layers, 0.01), eights, plain="microbatches", trainer={"max_epochs": 2})
 ROW_7 = {
     **{f"7 {schedule}": Case(**{**vars(_COUNTED), "strategy": {"schedule": schedule}}) for schedule in SCHEDULES},
     "7 moves": Case(**{**vars(_COUNTED), "ranks": 3, "moves": [(1, 1, 6), (5, 2, 1), (3, 3, 2)]}),

@@ -64,6 +64,9 @@ class Masked(Chain):
         super().__init__(eight_layers)
         self.weighted, self.safe = weighted, safe
 
+    def pipeline_inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch[0],), {}
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, mask = batch
         errors = (self(x) - y).square().mean(1)
