@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -45,7 +47,8 @@ class Case:
             if there is none.
         plain_train: Other training data of the one-device run.
         plain_trainer: Other arguments of its Trainer.
-        drive: What to do with Trainer and module instead of one ``fit``.
+        drive: What to do with Trainer, module, training and validation data instead of one ``fit``; a folder that all
+            ranks see comes last.
     """
 
     module: Callable[[], LightningModule]
@@ -60,7 +63,7 @@ class Case:
     plain: Literal["batches", "microbatches", "none"] = "batches"
     plain_train: Callable[[], Any] | None = None
     plain_trainer: Mapping[str, Any] = field(default_factory=dict)
-    drive: Callable[[Trainer, LightningModule, Any, Any], Any] | None = None
+    drive: Callable[[Trainer, LightningModule, Any, Any, Path], Any] | None = None
 
 
 @dataclass
@@ -102,14 +105,15 @@ def run_cases(cases: Mapping[str, Case], timeout_s: float = 400.0) -> dict[str, 
     """Runs all cases: the one-device runs in one process, the others in one start for each number of ranks."""
     plain = {name: case for name, case in cases.items() if case.plain != "none"}
     expected: dict[str, Outcome] = {}
-    if plain:
-        (expected,) = run_distributed(_run_all, 1, plain, False, init_process_group=False, timeout_s=timeout_s)
     found = {}
-    for num_ranks in sorted({case.ranks for case in cases.values()}):
-        some = {name: case for name, case in cases.items() if case.ranks == num_ranks}
-        ranks = run_distributed(_run_all, num_ranks, some, True, init_process_group=False, timeout_s=timeout_s)
-        for name in some:
-            found[name] = Comparison(expected.get(name), [outcomes[name] for outcomes in ranks])
+    with tempfile.TemporaryDirectory() as folder:
+        if plain:
+            (expected,) = _start(1, plain, False, folder, timeout_s)
+        for num_ranks in sorted({case.ranks for case in cases.values()}):
+            some = {name: case for name, case in cases.items() if case.ranks == num_ranks}
+            ranks = _start(num_ranks, some, True, folder, timeout_s)
+            for name in some:
+                found[name] = Comparison(expected.get(name), [outcomes[name] for outcomes in ranks])
     return found
 
 
@@ -158,15 +162,21 @@ def assert_refused_alike(comparison: Comparison, kind: str, *parts: str) -> None
     assert max(outcome.seconds for outcome in outcomes) < LIMIT_S, [outcome.seconds for outcome in outcomes]
 
 
-def _run_all(rank: int, cases: Mapping[str, Case], pipeline: bool) -> dict[str, Outcome]:
+def _start(num_ranks: int, cases: Mapping[str, Case], pipeline: bool, folder: str, timeout_s: float) -> list[Any]:
+    # The process group is left to Lightning, as in a user's run.
+    args = (cases, pipeline, folder)
+    return run_distributed(_run_all, num_ranks, *args, init_process_group=False, timeout_s=timeout_s)
+
+
+def _run_all(rank: int, cases: Mapping[str, Case], pipeline: bool, folder: str) -> dict[str, Outcome]:
     outcomes = {}
-    for name, case in cases.items():
-        outcomes[name] = _run(rank, case, pipeline)
+    for number, (name, case) in enumerate(cases.items()):
+        outcomes[name] = _run(rank, case, pipeline, Path(folder, f"{os.environ['WORLD_SIZE']}-{pipeline}-{number}"))
     assert pipeline or not any(module.split(".")[0] == "lightning_dynmo" for module in sys.modules)
     return outcomes
 
 
-def _run(rank: int, case: Case, pipeline: bool) -> Outcome:
+def _run(rank: int, case: Case, pipeline: bool, folder: Path) -> Outcome:
     outcome = Outcome()
     begin = time.monotonic()
     try:
@@ -181,7 +191,7 @@ def _run(rank: int, case: Case, pipeline: bool) -> Outcome:
         if case.drive is None:
             trainer.fit(module, train, val)
         else:
-            outcome.result = case.drive(trainer, module, train, val)
+            outcome.result = case.drive(trainer, module, train, val, folder)
         outcome.weights = _copy(module.state_dict())
         logged = trainer.callback_metrics.items()
         outcome.logged = {key: value.detach().clone() for key, value in logged if "dynmo" not in key}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ class Evaluated(Chain):
         return self(batch[0])
 
 
-def in_any_order(trainer: Trainer, module: LightningModule, train: Any, val: Any) -> dict[str, Any]:
+def in_any_order(trainer: Trainer, module: LightningModule, train: Any, val: Any, folder: Path) -> dict[str, Any]:
     """Evaluates before, between and after two fits."""
     found: dict[str, Any] = {"before": trainer.validate(module, val, verbose=False)}
     found["predicted before"] = trainer.predict(module, val)
