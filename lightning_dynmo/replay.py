@@ -274,7 +274,11 @@ def replay(module: LightningModule, chain: LayerChain, result: StepResult) -> No
     if result.shared.should_stop:  # a rank that wishes to stop by itself goes on wishing
         module.trainer.should_stop = True
     for entry in result.shared.logged:
-        options = {**entry.options, "batch_size": sum(entry.batch_sizes) if entry.batch_sizes else None, "sync_dist": False}
+        options = {
+            **entry.options,
+            "batch_size": sum(entry.batch_sizes) if entry.batch_sizes else None,
+            "sync_dist": False,
+        }
         if entry.metric is not None:
             metric = module.get_submodule(entry.metric)
             assert isinstance(metric, Metric)

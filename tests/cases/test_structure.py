@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.cases.modules import SPLIT, WIDTH, Chain, Layer, regression
 from tests.cases.running import Case, Comparison, assert_equal_to_one_device, run_cases, weights_differ
@@ -327,6 +328,19 @@ def test_row_20_side_inputs_reach_every_stage(name: str, found: dict[str, Compar
 @pytest.mark.parametrize("name", of_row(21))
 def test_row_21_long_skips_encoder_and_decoder(name: str, found: dict[str, Comparison]) -> None:
     assert_equal_to_one_device(found[name])
+
+
+def test_row_21_the_plan_counts_the_bytes_of_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_dynmo import DynMoStrategy
+    from lightning_dynmo.cli.plan import plan
+
+    module = Chain(hourglass)
+    module.train_dataloader = lambda: DataLoader(regression((8,)), batch_size=None)  # type: ignore[method-assign]
+    strategy = DynMoStrategy(num_microbatches=4, balance=[2, 2, 4])
+    plan(Trainer(devices=3, strategy=strategy, **QUIET), module, None)
+    tensor = 2 * WIDTH * 4  # bytes of one activation of a microbatch
+    sent = f"stage 0 to 1 {3 * tensor} B, stage 1 to 2 {5 * tensor} B"
+    assert f"Sent forward per microbatch: {sent}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", of_row(22))
