@@ -64,10 +64,12 @@ class DividedModel:
         chain, first = runtime.chain, runtime.groups.is_first
         if self._left is not None:
             own = runtime.groups.pp_rank
-            if any(chain.owner(index, own) != owner for index, owner in enumerate(runtime.owners)):
+            if len(runtime.placement) != runtime.assignment.num_stages or any(
+                chain.owner(index, own) != owner for index, owner in enumerate(runtime.owners)
+            ):
                 raise ValueError(
-                    f"The layers of {type(self._module).__name__} are still divided between the ranks as the run before "
-                    "left them, which does not fit this run's schedule. Use the same schedule and stages_per_rank, or "
+                    f"The layers of {type(self._module).__name__} are still with the ranks where the run before left "
+                    "them, which does not fit this run's schedule. Use the same schedule and stages_per_rank, or "
                     "create the module anew and go on from a checkpoint."
                 )
             runtime.distribute(range(len(chain)))

@@ -54,7 +54,7 @@ class LayerChain:
         self.root = root
         self.layers = tuple(layers)
         _check_chain(root, self.layers)
-        shared = _shared_buffers(self.layers)
+        shared = {id(buffer) for _, buffer, _ in shared_buffers(root, self.layers)}
         self._users = _users_of_parameters(self.layers)
         self._stationary = [
             {name for name, buffer in layer.named_buffers() if id(buffer) in shared} for layer in self.layers
@@ -269,6 +269,16 @@ def shared_parameters(root: nn.Module, layers: Sequence[nn.Module]) -> dict[str,
     return {names.get(key, "?"): indices for key, indices in users.items() if len(indices) > 1}
 
 
+def shared_buffers(root: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
+    """Returns the buffers that more than one layer uses: name in `root`, buffer, and indices of those layers."""
+    users: dict[int, tuple[int, ...]] = {}
+    for index, layer in enumerate(layers):
+        for buffer in layer.buffers():
+            users[id(buffer)] = (*users.get(id(buffer), ()), index)
+    named = {id(buffer): (name, buffer) for name, buffer in root.named_buffers()}
+    return [(*named[key], indices) for key, indices in users.items() if len(indices) > 1 and key in named]
+
+
 def release_freed_memory() -> None:
     """Gives memory that was freed back to the system; on the CPU, glibc keeps small blocks until it is asked."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -308,14 +318,6 @@ def _users_of_parameters(layers: Sequence[nn.Module]) -> dict[int, tuple[int, ..
         for parameter in layer.parameters():
             users[id(parameter)] = (*users.get(id(parameter), ()), index)
     return users
-
-
-def _shared_buffers(layers: Sequence[nn.Module]) -> set[int]:
-    users: dict[int, int] = {}
-    for layer in layers:
-        for buffer in layer.buffers():
-            users[id(buffer)] = users.get(id(buffer), 0) + 1
-    return {key for key, count in users.items() if count > 1}
 
 
 def _check_chain(root: nn.Module, layers: Sequence[nn.Module]) -> None:

@@ -58,8 +58,9 @@ def final_table(runtime: PipelineRuntime, num_microbatches: int) -> str:
     rows = [
         ("largest", [format_load(max(part), runtime.load) for part in (before, after)]),
         ("imbalance", [f"{imbalance(part):.2f}" for part in (before, after)]),
-        ("bubble", [f"{expected_bubble_ratio(part, num_microbatches):.1%}" for part in (before, after)]),
     ]
+    if runtime.stages_per_rank == 1:  # the formula is that of one stage per rank
+        rows.append(("bubble", [f"{expected_bubble_ratio(part, num_microbatches):.1%}" for part in (before, after)]))
     for name, (left, right) in rows:
         table.add_row(name, "", left, "", right)
     buffer = io.StringIO()

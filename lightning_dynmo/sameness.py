@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_dynmo._lightning import collect_rng_states, set_rng_states
+from lightning_dynmo.ownership import LayerChain, shared_buffers
 from lightning_dynmo.pipeline import PipelineGroups
 
 
@@ -104,3 +106,37 @@ def check_same_random_state(groups: PipelineGroups) -> None:
             "rank 0), so their layers would not belong to one model. Create the same modules in the same order on "
             "every rank; each keeps its own layers only."
         )
+
+
+class SharedBuffers:
+    """Buffers that layers on several ranks share, as they are before a batch.
+
+    Each rank has its own copy, which is right for tables, and wrong for what layers change.
+
+    Args:
+        chain: All layers.
+        owners: The `pp_rank` that owns each layer.
+    """
+
+    def __init__(self, chain: LayerChain, owners: Sequence[int]) -> None:
+        self._before = [
+            (f"{name} of layers {', '.join(map(str, users))}", buffer, buffer.clone())
+            for name, buffer, users in shared_buffers(chain.root, chain.layers)
+            if len({owners[layer] for layer in users}) > 1
+        ]
+
+    def check(self, groups: PipelineGroups) -> None:
+        """Checks that no layer has changed one.
+
+        Raises:
+            ValueError: If one has, on every rank.
+        """
+        if not self._before:
+            return
+        changed = [name for name, buffer, values in self._before if not torch.equal(buffer, values)]
+        told = sorted({name for part in groups.gather(changed) for name in part})
+        if told:
+            raise ValueError(
+                f"Layers change a buffer that they share with layers on other ranks, where nobody would see it: "
+                f"{'; '.join(told)}. Give each layer a module of its own, such as its own BatchNorm."
+            )

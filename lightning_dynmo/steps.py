@@ -20,7 +20,7 @@ from lightning_dynmo.pipeline import (
 )
 from lightning_dynmo.planning import imbalance, load_values
 from lightning_dynmo.replay import StepMethod, StepResult, merge_replicas, replay
-from lightning_dynmo.sameness import check_same_batch
+from lightning_dynmo.sameness import SharedBuffers, check_same_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,10 @@ class PipelineSteps:
         inputs = [pipeline_inputs(module, runtime.chain, microbatch) for microbatch in microbatches]
         check, self._first_of_loop = self._first_of_loop, False
         with groups.guard(f"{name} of batch {step}"):
+            shared = None
             if check:
                 check_same_batch(batch, groups)
+                shared = SharedBuffers(runtime.chain, runtime.owners)
             method = StepMethod(
                 module,
                 name,
@@ -138,6 +140,8 @@ class PipelineSteps:
                     runtime.evaluate(inputs, method, step)
             finally:
                 self.running = False
+            if shared is not None:
+                shared.check(groups)
             mine = self._result(method, name) if runtime.is_last else None
             result: StepResult = groups.share_from(runtime.last_rank, mine)
         replay(module, runtime.chain, result)

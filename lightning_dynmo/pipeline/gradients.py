@@ -33,6 +33,7 @@ class GradientWindow:
         self._groups = groups
         self._sums = ReplicaSums(groups)
         self._tied = chain.tied()
+        self._trained: set[int] = set()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._starts = self._ends = True
         self._weight = 0.0
@@ -47,13 +48,16 @@ class GradientWindow:
         self._starts, self._ends = starts, ends
         if starts:
             self._take()
-            self._aside, self._weight = [], 0.0
+            self._aside, self._weight, self._trained = [], 0.0, set()
+        # Also what is frozen within the window has gradients.
+        parameters = self._chain.owned_parameters()
+        self._trained |= {id(parameter) for parameter in parameters if parameter.requires_grad}
 
     def have_arrived(self, parameters: Sequence[nn.Parameter]) -> None:
         """Notes that the batch's gradients of these parameters are all there: replicas begin to add them up."""
         if self._ends:
-            tied = {id(parameter) for parameter, _ in self._tied}
-            self._sums.start([parameter for parameter in parameters if id(parameter) not in tied])
+            summed = self._trained - {id(parameter) for parameter, _ in self._tied}
+            self._sums.start([parameter for parameter in parameters if id(parameter) in summed])
 
     def end_batch(self, weight: float | None) -> None:
         """Sets fresh gradients aside and counts the batch's weight, if its losses had one."""
@@ -73,10 +77,10 @@ class GradientWindow:
         if not self._ends:
             return
         with torch.no_grad():
-            self._sums.start([parameter for parameter, _ in self._tied if self._chain.holds(parameter)])
+            self._sums.start([parameter for parameter, _ in self._tied if id(parameter) in self._trained])
             self._sums.finish()
             for parameter, users in self._tied:
-                if parameter.requires_grad:
+                if id(parameter) in self._trained:
                     _add_up_tied(parameter, users, self._chain, self._groups)
             if self._weight:
                 for parameter in self._chain.owned_parameters():

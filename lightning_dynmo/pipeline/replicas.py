@@ -56,7 +56,7 @@ class ReplicaSums:
         """
         if self._groups.dp_size == 1:
             return
-        for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
+        for bucket in _buckets(parameters):
             parts = [_flat(parameter, parameter.grad) for parameter in bucket]
             present = torch.tensor([float(parameter.grad is not None) for parameter in bucket]).to(parts[0])
             flat = torch.cat([*parts, present])

@@ -177,8 +177,10 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     if gradient is None:
         return
     with torch.no_grad():
-        if parameter.grad is None:
-            parameter.grad = gradient
+        if (
+            parameter.grad is None
+        ):  # what autograd hands out may be another weight's gradient too, or one element expanded
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
             parameter.grad += gradient
     for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -279,20 +279,35 @@ class _NamedFailure(AbstractContextManager[None]):
 
 
 def _recomputation_of(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns what is entered around a layer's forward, and around its repetition."""
-    return nullcontext(), _kept_buffers(layer)
+    """Returns what is entered around a layer's forward, and around its repetition.
+
+    The repetition sees the buffers as the forward saw them, and what it does to them is undone: statistics and counters
+    have seen the microbatch already.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    return _noting_buffers(layer, before), _with_buffers(before)
 
 
 @contextmanager
-def _kept_buffers(layer: nn.Module) -> Iterator[None]:
-    """Undoes what the body changes in buffers: statistics and counters see each microbatch once."""
-    before = [(buffer, buffer._version, buffer.clone()) for buffer in layer.buffers()]
+def _noting_buffers(layer: nn.Module, before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    found = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in layer.named_buffers()]
+    yield
+    for name, buffer, version, values in found:
+        # Kernels of batch normalisation change their statistics without counting it.
+        if buffer._version != version or name.rpartition(".")[2] in ("running_mean", "running_var"):
+            before.append((buffer, values))
+
+
+@contextmanager
+def _with_buffers(before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    now = [buffer.clone() for buffer, _ in before]
+    for buffer, values in before:
+        buffer.data.copy_(values)
     try:
         yield
     finally:
-        for buffer, version, values in before:
-            if buffer._version != version:
-                buffer.data.copy_(values)
+        for (buffer, _), values in zip(before, now, strict=True):
+            buffer.data.copy_(values)
 
 
 class _Received(torch.autograd.Function):

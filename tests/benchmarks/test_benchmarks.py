@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.timeline import StageCost, best_split, merge, step_time
+from lightning_dynmo.pipeline.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISION = 1e-3  # of a ratio computed from a table's microseconds
@@ -160,3 +163,63 @@ def test_overhead_of_nothing() -> None:
     windows, ratios = tables_of(output)["Windows"], ratios_of(output)
     measured = median_quotient(windows, "strategy_ms", "loop_ms")
     assert ratios == pytest.approx({"strategy_over_loop": measured}, rel=PRECISION)
+
+
+def total_of(table: list[dict[str, str]]) -> float:
+    return max((max(float(row["loss"]), float(row["weights"])) for row in table), default=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_parity() -> None:
+    output = run_benchmark("parity.py")
+    tables, ratios = tables_of(output), ratios_of(output)
+    rows, faults = tables["Differences"], tables["Faults"]
+    in_fp32 = [row for row in rows if row["precision"] == "32-true"]
+    assert ratios == pytest.approx(
+        {
+            "max_relative_difference_fp32": total_of(in_fp32),
+            "max_relative_difference_placement_only": total_of([row for row in rows if row["bound"] == "0"]),
+            "max_relative_difference_bf16": total_of([row for row in rows if row not in in_fp32]),
+            **{f"fault_{row['fault']}": total_of([row]) / 1e-5 for row in faults},
+        },
+        rel=1e-2,  # of three digits
+    )
+    assert {row["schedule"] for row in rows} == set(SCHEDULES)
+    switches = {switch for row in rows for switch in row["switches"].split("+")}
+    assert switches == {"none", "accumulation", "clipping", "dropout", "tied", "frozen", "moves"}
+    # What is measured here does not depend on the machine, so the bounds are part of the test.
+    assert {row["bound"] for row in in_fp32} == {"0", "1e-05"}
+    assert ratios["max_relative_difference_placement_only"] == 0
+    assert 0 < ratios["max_relative_difference_fp32"] <= 1e-5
+    assert len(faults) == 3
+    assert min(ratios[f"fault_{row['fault']}"] for row in faults) >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_parity_of_references_with_themselves() -> None:
+    output = run_benchmark("parity.py", "--null")
+    assert set(ratios_of(output).values()) == {0.0}
+    assert total_of(tables_of(output)["Differences"]) == 0
+
+
+def test_parity_sees_what_does_not_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parity = importlib.import_module("parity")
+    row, faulty = parity.Row("1f1b", (2, 2), ("tied",)), parity.Row("gpipe", (1, 2), (), fault="forgetful_moves")
+    moved = parity.Row("gpipe", (1, 2), ("moves",))
+    near, far = parity.Difference(9e-6, 1e-7), parity.Difference(1e-7, 1.1e-5)
+    zero, broken = parity.Difference(0.0, 0.0), parity.Difference(0.0, float("nan"))
+    found = parity.Difference(0.0, 1.1e-3)
+
+    def failures(of_row: Any, of_moved: Any, of_faulty: Any) -> list[str]:
+        rows = [(row, row.bound, of_row), (moved, moved.bound, of_moved)]
+        return [text.split()[0] for text in parity.report(rows, [(faulty, of_faulty)])]
+
+    assert failures(near, zero, found) == []
+    assert failures(far, zero, found) == ["1f1b"]
+    assert failures(broken, zero, found) == ["1f1b"]
+    assert failures(near, near, found) == ["gpipe"]
+    assert failures(near, zero, near) == ["the"]
+    assert "ratio: max_relative_difference_fp32 nan" in capsys.readouterr().out

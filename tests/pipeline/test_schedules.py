@@ -268,3 +268,45 @@ def test_stages_per_rank_are_checked() -> None:
         check_stages_per_rank(find_schedule("interleaved1f1b"), 0)
     with pytest.raises(ValueError, match="Did you mean 'zbvzerobubble'"):
         find_schedule("zbvzerobuble")
+
+
+class Odd(nn.Module):
+    """Its weights' gradients are one element expanded, or the same tensor for two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) + (self.left + self.right) * x.mean() + self.bias.sum()
+
+
+def odd_layers() -> list[nn.Module]:
+    return [Odd() for _ in range(9)]
+
+
+class WithStatistics(nn.Module):
+    """What it computes depends on buffers that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def layers_with_statistics() -> list[nn.Module]:
+    return [WithStatistics() for _ in range(9)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["1f1b", "interleavedzerobubble", "dualpipev"])
+def test_odd_gradients_and_recomputed_statistics(schedule: str) -> None:
+    balance = _balance(2 * find_schedule(schedule).stages_per_rank, 9, "even")
+    plan = Plan(layers=odd_layers, batch=eight_microbatches, schedule=schedule, optimizer=sgd)
+    recomputed = replace(plan, layers=layers_with_statistics, recompute=True)
+    assert_same_as_loop([(plan, balance), (recomputed, balance)], 2, tolerance=1e-5)

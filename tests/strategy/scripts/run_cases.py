@@ -117,8 +117,8 @@ def too_many_stages(case: Case) -> None:
     case.module = TinyGPT(num_blocks=0)
 
 
-def batch_does_not_divide(case: Case) -> None:
-    case.loader = token_loader(30, 6)
+def sizes_of_another_product(case: Case) -> None:
+    case.strategy.update(pipeline_parallel_size=2, data_parallel_size=2)
 
 
 def too_few_microbatches(case: Case) -> None:
@@ -148,8 +148,8 @@ def parameters_outside(case: Case) -> None:
     case.module.scale = nn.Parameter(torch.ones(1))
 
 
-def shared_parameters(case: Case) -> None:
-    case.module.head[1].weight = case.module.embedding.tokens.weight
+def shared_counter(case: Case) -> None:
+    case.module.blocks[2].calls = case.module.blocks[0].calls
 
 
 def layers_of_another_module(case: Case) -> None:
