@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_dynmo._lightning import collect_rng_states, set_rng_states
+from lightning_dynmo._torch import tree_leaves
 from lightning_dynmo.ownership import LayerChain, shared_buffers
 from lightning_dynmo.pipeline import PipelineGroups
 

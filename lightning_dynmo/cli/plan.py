@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from lightning_dynmo._torch import tree_flatten
 from lightning_dynmo.module import pipeline_inputs, pipeline_layers
 from lightning_dynmo.ownership import LayerChain, outside_tensors, shared_parameters
 from lightning_dynmo.pipeline import batch_size_of, check_num_microbatches, choose_num_microbatches, split_batch

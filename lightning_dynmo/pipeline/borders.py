@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
+from lightning_dynmo._torch import (
+    FakeTensorMode,
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+)
 from lightning_dynmo.ownership import LayerChain, accepted_keywords, restore_forward
-from lightning_dynmo.pipeline._torch import FakeTensorMode
 from lightning_dynmo.pipeline.microbatches import Inputs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_dynmo._torch import tree_map_only
 from lightning_dynmo.ownership import LayerChain, enumerate_names, release_freed_memory
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.migration import Package, state_of, transfer

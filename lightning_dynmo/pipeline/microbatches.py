@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_dynmo._torch import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils._pytree import tree_leaves
+
+from lightning_dynmo._torch import tree_leaves
 
 
 class SplitBackward:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_dynmo._torch import OptimizedModule
 from lightning_dynmo.ownership import LayerChain
-from lightning_dynmo.pipeline._torch import OptimizedModule
 from lightning_dynmo.pipeline.borders import Border, as_arguments, call_layer, check_border
 from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error, is_lost_connection
 from lightning_dynmo.pipeline.microbatches import Inputs

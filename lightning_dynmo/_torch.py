@@ -23,6 +23,16 @@ try:
     from torch.distributed.pipelining.schedules import _Action as Action
     from torch.distributed.pipelining.schedules import _add_send_recv
     from torch.distributed.pipelining.schedules import _ComputationType as ActionType
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import (
+        TreeSpec,
+        keystr,
+        tree_flatten,
+        tree_flatten_with_path,
+        tree_leaves,
+        tree_map_only,
+        tree_unflatten,
+    )
 except ImportError as error:
     raise ImportError(
         f"This release of torch lacks a name that lightning_dynmo builds on ({error}). Install torch>=2.11,<2.14."
@@ -37,13 +47,21 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "TorchDispatchMode",
+    "TreeSpec",
     "abort_process_groups",
     "add_messages",
     "compute_order",
     "default_store",
     "disabled_torch_function",
+    "keystr",
     "make_wrapper_subclass",
     "named_range",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
 ]
 
 
