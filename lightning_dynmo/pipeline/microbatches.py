@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -160,6 +160,16 @@ def weighted_loss(loss: Tensor, weight: float, output: Any) -> Tensor:
     if weight or not differentiable:
         return loss * weight
     return torch.stack([(value * 0.0).sum() for value in differentiable]).sum()
+
+
+def leaves_of(batch: Any) -> Iterator[Any]:
+    """Yields what mappings, sequences and dataclasses of a batch hold, in order."""
+    entries = dict(enumerate(batch)) if isinstance(batch, list) else _entries_of(batch)
+    if entries is None:
+        yield batch
+    else:
+        for entry in entries.values():
+            yield from leaves_of(entry)
 
 
 def _collect_sizes(value: Any, path: str, sizes: dict[int, str]) -> None:

@@ -216,7 +216,7 @@ def _trainer(case: Case, pipeline: bool) -> Trainer:
 
     strategy = DynMoStrategy(**{"num_microbatches": MICROBATCHES, **case.strategy})
     if strategy.data_parallel_size > 1:
-        options["use_distributed_sampler"] = False  # the cases give each replica its part
+        options.setdefault("use_distributed_sampler", False)  # the cases give each replica its part
     if case.moves:
         callbacks.append(_moving(case.moves))
     return Trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, callbacks=callbacks, **options)
