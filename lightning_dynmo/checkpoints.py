@@ -28,6 +28,8 @@ from lightning_dynmo.pipeline import (
     owned_optimizer_state,
     owned_state_dict,
     save_folder,
+    with_keys_of,
+    with_plain_keys,
 )
 from lightning_dynmo.processes import PipelineProcesses
 from lightning_dynmo.saving import AtomicCheckpointIO, check_folder_path, local_path
@@ -92,7 +94,7 @@ class PipelineCheckpoints(PipelineProcesses):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns on rank 0 the state of the whole model, elsewhere an empty one; for folders, that of this rank."""
         if self._runtime is None:
-            whole = super().lightning_module_state_dict()
+            whole = with_plain_keys(super().lightning_module_state_dict())
             return {} if self.save_distributed_checkpoint and not self.is_global_zero else whole
         with self._together("gathering of the model's state") as groups:
             if self.save_distributed_checkpoint:
@@ -148,11 +150,12 @@ class PipelineCheckpoints(PipelineProcesses):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state = checkpoint["state_dict"]
-        if isinstance(state, StoredState) or self.division.is_divided:
+        assert self.lightning_module is not None
+        state = with_keys_of(self.lightning_module, checkpoint["state_dict"])
+        if isinstance(checkpoint["state_dict"], StoredState) or self.division.is_divided:
             self.load_weights(state, strict)
         else:
-            super().load_model_state_dict(checkpoint, strict)
+            super().load_model_state_dict({**checkpoint, "state_dict": dict(state)}, strict)
 
     def load_weights(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into each rank's layers their part of a whole model's state, when it is known who owns which layers.

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from lightning_dynmo._torch import tree_leaves, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True, eq=False)

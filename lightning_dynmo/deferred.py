@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
 from typing_extensions import override
 
+from lightning_dynmo._torch import TorchDispatchMode, tree_flatten, tree_leaves
 from lightning_dynmo.creation import Call, Content, Contents, GeneratorState, View, random_state, random_states
 from lightning_dynmo.ownership import release_freed_memory, shell_like
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dynmo.pipeline._torch import FakeTensor
+from lightning_dynmo._torch import FakeTensor
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _UNSUPPORTED = ("output_router_logits", "output_hidden_states", "output_attentions")

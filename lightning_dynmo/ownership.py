@@ -242,6 +242,7 @@ def accepted_keywords(layer: nn.Module, num_positional: int = 0) -> tuple[str, .
         layer: A layer or a shell.
         num_positional: How many arguments are passed by position; the names that these take are left out.
     """
+    layer = getattr(layer, "_orig_mod", layer)  # torch.compile's wrapper takes anything, and shells stand before it
     forward = vars(layer).get("forward")
     if isinstance(forward, _ShellForward):
         forward = forward.original

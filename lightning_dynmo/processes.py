@@ -21,8 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dynmo._lightning import ScriptLauncher, gather_over, init_dist_connection, sync_over
+from lightning_dynmo._torch import Store
 from lightning_dynmo.pipeline import PipelineError, PipelineGroups, create_groups, store_of_this_attempt
-from lightning_dynmo.pipeline._torch import Store
 
 T = TypeVar("T")
 

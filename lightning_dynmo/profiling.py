@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_dynmo._torch import tree_leaves
 
 Stamp = float | torch.cuda.Event
 

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_dynmo.module import check_call
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import PipelineGroups
-from lightning_dynmo.pipeline.microbatches import Inputs, batch_size_of, merge_outputs, weighted_mean
+from lightning_dynmo.pipeline.microbatches import Inputs, batch_size_of, merge_outputs, weighted_loss, weighted_mean
 from lightning_dynmo.sideeffects import SideEffects, Watch, apply, without_graph
 
 
@@ -159,7 +159,7 @@ class StepMethod:
                     "training_step did not call self(...), so it does not use what the pipeline has computed. Call "
                     "self(...) in it instead of single layers."
                 )
-            return self._scaled_loss(result)
+            return self._scaled_loss(result, output)
         self._outputs.append(without_graph(result))
         return output
 
@@ -193,7 +193,7 @@ class StepMethod:
                     "alone; for an L2 term, set the optimizer's weight_decay."
                 )
 
-    def _scaled_loss(self, result: Any) -> Tensor:
+    def _scaled_loss(self, result: Any, output: Any) -> Tensor:
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
             raise TypeError(
@@ -212,9 +212,8 @@ class StepMethod:
         self._outputs.append(without_graph(result))
         if weight is not None:  # the sum over the optimizer step is divided by the sum of weights, once it is known
             self._weights.append(float(weight))
-            return loss * self._weights[-1]
-        sizes = _unless_equal(self._sizes)
-        if sizes is None:
+            return weighted_loss(loss, self._weights[-1], output)
+        if (sizes := _unless_equal(self._sizes)) is None:
             return loss / (len(self._microbatches) * self._num_batches)
         return loss * (sizes[self._index] / sum(sizes) / self._num_batches)
 
@@ -275,7 +274,11 @@ def replay(module: LightningModule, chain: LayerChain, result: StepResult) -> No
     if result.shared.should_stop:  # a rank that wishes to stop by itself goes on wishing
         module.trainer.should_stop = True
     for entry in result.shared.logged:
-        options = {**entry.options, "batch_size": sum(entry.batch_sizes) or None, "sync_dist": False}
+        options = {
+            **entry.options,
+            "batch_size": sum(entry.batch_sizes) if entry.batch_sizes else None,
+            "sync_dist": False,
+        }
         if entry.metric is not None:
             metric = module.get_submodule(entry.metric)
             assert isinstance(metric, Metric)

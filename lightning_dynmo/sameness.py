@@ -6,14 +6,15 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_dynmo._lightning import collect_rng_states, set_rng_states
 from lightning_dynmo.ownership import LayerChain, shared_buffers
 from lightning_dynmo.pipeline import PipelineGroups
+from lightning_dynmo.pipeline.microbatches import leaves_of
 
 
 def share_random_state(groups: PipelineGroups) -> int:
@@ -36,10 +37,12 @@ def check_same_batch(batch: Any, groups: PipelineGroups) -> None:
         ValueError: If not, on every rank.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for leaf in tree_leaves(batch):
+    for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor):
             digest.update(repr((leaf.shape, leaf.dtype)).encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            digest.update(repr((leaf.shape, leaf.dtype)).encode() + leaf.tobytes())
         else:  # other objects may differ in nothing but their address
             plain = isinstance(leaf, str | bytes | int | float | bool | None)
             digest.update(repr(leaf if plain else type(leaf)).encode())
@@ -83,7 +86,7 @@ def check_same_form(batch: Any, where: str, groups: PipelineGroups) -> None:
 def form_of(batch: Any) -> str:
     """Returns the shapes and types of a batch's tensors, and the types of what else is in it."""
     parts = []
-    for leaf in tree_leaves(batch):
+    for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor):
             parts.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
         else:

@@ -13,9 +13,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_dynmo._torch import tree_map_only
 from lightning_dynmo.atomic import discard, replacing
 
 

@@ -31,12 +31,13 @@ from lightning_dynmo.pipeline import (
     check_num_microbatches,
     check_stages_per_rank,
     clip_grad_norm,
+    clip_grad_value,
     find_schedule,
 )
 from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
 from lightning_dynmo.refusals import check_sizes, check_types, refuse_optimizers, refuse_unsupported
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
-from lightning_dynmo.reporting import final_table
+from lightning_dynmo.reporting import final_table, rebalance_line
 from lightning_dynmo.sameness import check_same_form, share_random_state
 from lightning_dynmo.signals import Signals
 from lightning_dynmo.steps import PipelineSteps, Window
@@ -63,7 +64,8 @@ class DynMoStrategy(PipelineCheckpoints):
             ``"interleavedzerobubble"``, ``"zbvzerobubble"`` or ``"dualpipev"``.
         stages_per_rank: Stages that each rank runs, for the interleaved schedules and ``"loopedbfs"``; 2 by default.
         balance: First split: layers per stage, such as ``[3, 4, 3]``, or ``"uniform"`` for equal numbers of layers, or
-            ``"parameters"`` for stages as equal in parameters as can be.
+            ``"parameters"`` for stages as equal in parameters as can be; ``"time"`` is the same, until the second batch
+            has been measured and layers move by what they cost.
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
@@ -130,6 +132,7 @@ class DynMoStrategy(PipelineCheckpoints):
         self._local_metrics = LocalMetrics()
         self._example_input: Any = None
         self._microbatches = None if num_microbatches == "auto" else num_microbatches
+        self._balance_by_time = False
 
     # Start and end
 
@@ -195,6 +198,7 @@ class DynMoStrategy(PipelineCheckpoints):
             self._runtime.optimizers = self.optimizers
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
         self.precision_plugin._after_closure = self._before_optimizer_step  # type: ignore[assignment, method-assign]
 
     @override
@@ -203,6 +207,9 @@ class DynMoStrategy(PipelineCheckpoints):
 
     @override
     def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        balance = list(self.runtime.assignment.balance)
+        self.lightning_module.print(f"[dynmo] {sum(balance)} layers on {len(balance)} stages: balance={balance}")
         self.steps.begin_loop()
         self.runtime.restart_clock()
 
@@ -253,6 +260,11 @@ class DynMoStrategy(PipelineCheckpoints):
         window = Window(
             num_batches, starts=loop.batch_idx % num_batches == 0, ends=not trainer.fit_loop._should_accumulate()
         )
+        if self._balance_by_time and window.starts and self.runtime.profile is not None:
+            self._balance_by_time = False
+            with self._together("first rebalance"):
+                rebalance = self.runtime.rebalance()
+            trainer.lightning_module.print(rebalance_line(trainer.global_step, rebalance, self.runtime.load))
         measure = step == 1 or (every > 0 and (step + 1) % every == 0)
         return self.steps.train(batch, args, step, window, measure=measure)
 
@@ -322,6 +334,7 @@ class DynMoStrategy(PipelineCheckpoints):
             assignment = Assignment(tuple(saved))
             if (assignment.num_stages, assignment.num_layers) == (num_stages, len(chain)):
                 return assignment
+        self._balance_by_time = self.balance == "time"
         return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], num_stages)
 
     def _what_is_here(self) -> str:
@@ -356,6 +369,9 @@ class DynMoStrategy(PipelineCheckpoints):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with self._together("clipping of gradients") as groups:
             clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val, groups)
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_grad_value(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
 
 StrategyRegistry.register(

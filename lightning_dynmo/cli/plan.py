@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from lightning_dynmo._torch import tree_flatten
 from lightning_dynmo.module import pipeline_inputs, pipeline_layers
 from lightning_dynmo.ownership import LayerChain, outside_tensors, shared_parameters
 from lightning_dynmo.pipeline import batch_size_of, check_num_microbatches, choose_num_microbatches, split_batch
@@ -72,6 +72,7 @@ def plan(trainer: Trainer, module: LightningModule, datamodule: LightningDataMod
     check_num_microbatches(strategy.schedule, num_microbatches, num_ranks, num_stages)
     inputs = pipeline_inputs(module, chain, split_batch(batch, num_microbatches)[0])
     difference = _difference_to_forward(trainer, module, chain, inputs)
+    _print_messages(console, trainer, chain, inputs, assignment)
     where = f"one of {num_microbatches} microbatches of {batch_size_of(batch) // num_microbatches} samples"
     console.print(f"Chain equals forward: {'yes' if difference is None else 'no'} ({where}, in evaluation mode)")
     if difference is not None:
@@ -107,6 +108,18 @@ def _stage_table(layers: Sequence[nn.Module], assignment: Assignment) -> Table:
             format_bytes(sum(_training_bytes(layer) for layer in mine)),
         )
     return table
+
+
+def _print_messages(
+    console: Console, trainer: Trainer, chain: LayerChain, inputs: Inputs, assignment: Assignment
+) -> None:
+    """Prints the bytes that each stage sends on; skip connections and side values count in every message."""
+    borders = infer_borders(chain, inputs, trainer.precision_plugin.forward_context)
+    parts = []
+    for stage in range(assignment.num_stages - 1):
+        sent = sum(_bytes(tensor) for tensor in borders[assignment.layers_of(stage)[-1]].tensors)
+        parts.append(f"stage {stage} to {stage + 1} {format_bytes(sent)}")
+    console.print(f"Sent forward per microbatch: {', '.join(parts) or 'nothing'}")
 
 
 def _new_table(title: str, *columns: str) -> Table:
@@ -176,7 +189,6 @@ def _difference_to_forward(trainer: Trainer, module: LightningModule, chain: Lay
     finally:
         for hook in hooks:
             hook.remove()
-    infer_borders(chain, inputs, context)
     difference = _difference(expected[-1], actual)
     if difference is None:
         return None

@@ -7,11 +7,13 @@ from lightning_dynmo.pipeline.checkpoint import (
     load_state_dict,
     owned_optimizer_state,
     owned_state_dict,
+    with_keys_of,
+    with_plain_keys,
 )
 from lightning_dynmo.pipeline.exchange import Profile
 from lightning_dynmo.pipeline.failures import FailureBoard, PipelineError
 from lightning_dynmo.pipeline.folders import StoredState, is_folder, load_folder, save_folder
-from lightning_dynmo.pipeline.gradients import GradientWindow, clip_grad_norm
+from lightning_dynmo.pipeline.gradients import GradientWindow, clip_grad_norm, clip_grad_value
 from lightning_dynmo.pipeline.groups import PipelineGroups, create_groups
 from lightning_dynmo.pipeline.microbatches import (
     Inputs,
@@ -49,6 +51,7 @@ __all__ = [
     "check_stages_per_rank",
     "choose_num_microbatches",
     "clip_grad_norm",
+    "clip_grad_value",
     "create_groups",
     "find_schedule",
     "gather_optimizer_state",
@@ -65,4 +68,6 @@ __all__ = [
     "save_folder",
     "split_batch",
     "store_of_this_attempt",
+    "with_keys_of",
+    "with_plain_keys",
 ]

@@ -20,10 +20,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
+from lightning_dynmo._torch import (
+    FakeTensorMode,
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+)
 from lightning_dynmo.ownership import LayerChain, accepted_keywords, restore_forward
-from lightning_dynmo.pipeline._torch import FakeTensorMode
 from lightning_dynmo.pipeline.microbatches import Inputs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -84,9 +91,12 @@ class Border:
 
 
 def condition_of(chain: LayerChain) -> tuple[Any, ...]:
-    """Returns a hashable key of what borders depend on besides the inputs: what is trainable, and modes."""
+    """Returns a hashable key of what borders depend on besides the inputs: what is trainable, modes, and autocast."""
     trainable = tuple(parameter.requires_grad for index in range(len(chain)) for parameter in chain.parameters(index))
-    return (trainable, tuple(layer.training for layer in chain.layers), torch.is_grad_enabled())
+    autocast = tuple(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")
+    )
+    return (trainable, tuple(layer.training for layer in chain.layers), torch.is_grad_enabled(), autocast)
 
 
 def form_of(inputs: Inputs) -> tuple[Any, ...]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
+from lightning_dynmo._torch import tree_map_only
 from lightning_dynmo.ownership import LayerChain, enumerate_names, release_freed_memory
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.migration import Package, state_of, transfer
 from lightning_dynmo.planning import Move
 
+_COMPILED = "_orig_mod"
+"""What torch.compile puts into the keys of a module that it wraps."""
+
 
 def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: PipelineGroups) -> dict[str, Any]:
     """Returns on the first rank the model's ``state_dict`` with every layer's data on the CPU; elsewhere an empty one.
+
+    Keys are those of the model without ``torch.compile``.
 
     Args:
         chain: All layers.
@@ -42,7 +48,45 @@ def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: Pipeline
     for prefix, module in chain.root.named_modules(remove_duplicate=False):
         if id(module) in extra:
             state_dict[f"{prefix}._extra_state"] = extra[id(module)]
-    return state_dict
+    return with_plain_keys(state_dict)
+
+
+def with_plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state with the keys that it has without ``torch.compile``, which puts ``_orig_mod`` into them."""
+    return {_plain_key(key): value for key, value in state.items()}
+
+
+def with_keys_of(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a state with the keys of a module whose layers may be compiled while those saved were not, or were."""
+    own = list(module.state_dict(keep_vars=True))
+    if not any(_COMPILED in key for key in (*own, *state)):
+        return state
+    names = {_plain_key(key): key for key in own}
+    return _Renamed(state, {names.get(_plain_key(key), key): key for key in state})
+
+
+class _Renamed(Mapping[str, Any]):
+    """A state under other keys, whose values are read only when they are asked for."""
+
+    def __init__(self, state: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+        self._state = state
+        self._keys = keys
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        return self._state[self._keys[key]]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _plain_key(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part != _COMPILED)
 
 
 def gather_optimizer_state(
@@ -83,7 +127,7 @@ def owned_state_dict(chain: LayerChain, groups: PipelineGroups) -> dict[str, Any
             value_id = id(value)
         if value_id in mine or (groups.is_first and value_id not in others):
             kept[key] = value.detach() if isinstance(value, Tensor) else value
-    return kept
+    return with_plain_keys(kept)
 
 
 def owned_optimizer_state(chain: LayerChain, optimizer: Optimizer) -> dict[str, Any]:

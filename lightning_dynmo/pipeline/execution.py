@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dynmo.pipeline._torch import Action, ActionType, named_range
+from lightning_dynmo._torch import Action, ActionType, named_range
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.stage import Stage
 from lightning_dynmo.profiling import LayerTimer

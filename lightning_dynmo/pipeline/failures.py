@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from lightning_dynmo.pipeline._torch import Store
+from lightning_dynmo._torch import Store
 
 _LOST_CONNECTION = ("gloo/", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
 _NO_MEMORY = re.compile(r"\[enforce fail[^\n]*can't allocate memory")

@@ -163,3 +163,10 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, groups: 
     total: Tensor = torch.linalg.vector_norm(norms[present].to(dtype))
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
+
+
+def clip_grad_value(parameters: Sequence[nn.Parameter], clip_value: float) -> None:
+    """Clips each entry of the gradients; torch's own function fails on a rank that has parameters but no gradients."""
+    present = [parameter for parameter in parameters if parameter.grad is not None]
+    if present:
+        torch.nn.utils.clip_grad_value_(present, clip_value)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dynmo.pipeline._torch import PrefixStore, Store, TCPStore, abort_process_groups, default_store
+from lightning_dynmo._torch import PrefixStore, Store, TCPStore, abort_process_groups, default_store
 from lightning_dynmo.pipeline.failures import (
     FailureBoard,
     PipelineError,

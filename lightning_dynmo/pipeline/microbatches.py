@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_dynmo._torch import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,15 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float] | None = None
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-    """Returns the mean of scalars, in float64 and then in their dtype, so that their order does not matter."""
+    """Returns the mean of scalars, in float64 and then in their dtype, so that their order does not matter.
+
+    What has no weight does not count, even if it is NaN, as the mean over no tokens is.
+    """
+    if weights is not None and any(weights):
+        counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+        values, weights = [value for value, _ in counted], [weight for _, weight in counted]
+    else:
+        weights = None
     stacked = torch.stack([value.detach().double() for value in values])
     if weights is None:
         mean = stacked.mean()
@@ -129,6 +140,36 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float] | None = No
         mean = (stacked * scale).sum() / scale.sum()
     dtype = values[0].dtype
     return mean.to(dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+def weighted_loss(loss: Tensor, weight: float, output: Any) -> Tensor:
+    """Returns a microbatch's loss times its weight, from which the backward runs.
+
+    The mean over nothing is often NaN, so without weight it is zero times the chain's output, whatever the loss is.
+
+    Raises:
+        ValueError: If the weight is negative or not finite.
+    """
+    if not 0 <= weight < math.inf:
+        raise ValueError(
+            f"training_step returned 'weight': {weight}; expected a number of at least 0, such as the number of tokens "
+            "that the mean in 'loss' is taken over."
+        )
+    values = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    differentiable = [value for value in values if value.requires_grad]
+    if weight or not differentiable:
+        return loss * weight
+    return torch.stack([(value * 0.0).sum() for value in differentiable]).sum()
+
+
+def leaves_of(batch: Any) -> Iterator[Any]:
+    """Yields what mappings, sequences and dataclasses of a batch hold, in order."""
+    entries = dict(enumerate(batch)) if isinstance(batch, list) else _entries_of(batch)
+    if entries is None:
+        yield batch
+    else:
+        for entry in entries.values():
+            yield from leaves_of(entry)
 
 
 def _collect_sizes(value: Any, path: str, sizes: dict[int, str]) -> None:

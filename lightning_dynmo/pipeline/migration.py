@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_dynmo._torch import TreeSpec, tree_flatten, tree_unflatten
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.planning import Move

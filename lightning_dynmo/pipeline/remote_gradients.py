@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dynmo._torch import disabled_torch_function, make_wrapper_subclass
 from lightning_dynmo.ownership import LayerChain
-from lightning_dynmo.pipeline._torch import disabled_torch_function, make_wrapper_subclass
 from lightning_dynmo.pipeline.groups import PipelineGroups
 
 NORM_ORDERS = (1.0, 2.0, math.inf)

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_dynmo.pipeline._torch import PrefixStore, Store
+from lightning_dynmo._torch import PrefixStore, Store
 
 _POLL_S = 0.02
 

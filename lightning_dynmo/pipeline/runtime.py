@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_dynmo._torch import Order
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
-from lightning_dynmo.pipeline._torch import Order
 from lightning_dynmo.pipeline.borders import Border, condition_of, form_of, infer_borders
 from lightning_dynmo.pipeline.exchange import Profile, agree_on, gather_profile
 from lightning_dynmo.pipeline.execution import ScheduleRun
@@ -319,6 +319,7 @@ class PipelineRuntime:
                     self.groups.device,
                     self._precision_context,
                     self._recompute,
+                    self.schedule.splits_backward,
                 )
         return self._stages
 

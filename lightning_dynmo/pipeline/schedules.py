@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from lightning_dynmo.pipeline._torch import Action, ActionType, Order, add_messages, compute_order
+from lightning_dynmo._torch import Action, ActionType, Order, add_messages, compute_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from lightning_dynmo._torch import tree_leaves
+
 
 class SplitBackward:
     """Runs the first part when made, the second by `weights`.
@@ -94,6 +96,34 @@ class _Keep:
 
 def _instead(arrived: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return arrived
+
+
+def refuse_reentrant(output: Any, inputs: Any, name: str) -> None:
+    """Checks that a layer does not checkpoint its activations in a way that allows no backward in parts.
+
+    Args:
+        output: What the layer returned.
+        inputs: What it was given; the search ends there.
+        name: The layer, for the error.
+
+    Raises:
+        ValueError: If it does, and on every stage of such a schedule alike.
+    """
+    given = {value.grad_fn for value in tree_leaves(inputs) if isinstance(value, Tensor)}
+    waiting = [value.grad_fn for value in tree_leaves(output) if isinstance(value, Tensor)]
+    seen: set[Node | None] = {None, *given}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                f"{name} uses torch.utils.checkpoint with use_reentrant=True, whose backward cannot be split into "
+                "inputs and weights, as this schedule does. Call checkpoint(..., use_reentrant=False) in it, or use "
+                "schedule='interleaved1f1b'."
+            )
+        waiting.extend(child for child, _ in node.next_functions)
 
 
 def _node(tensor: Tensor) -> Node:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_dynmo._torch import OptimizedModule
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline.borders import Border, as_arguments, call_layer, check_border
 from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error, is_lost_connection
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.pipeline.randomness import keyed_randomness
-from lightning_dynmo.pipeline.splitting import SplitBackward
+from lightning_dynmo.pipeline.splitting import SplitBackward, refuse_reentrant
 from lightning_dynmo.profiling import LayerTimer
 
 LastStep = Callable[[int, Any], Any]
@@ -68,6 +68,7 @@ class Stage:
         device: Where the layers live.
         precision_context: Entered around each layer and around the last step.
         recompute: Whether activations inside layers are dropped and computed again in the backward.
+        splits: Whether the schedule runs the backward in two parts.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Stage:
         device: torch.device,
         precision_context: Callable[[], AbstractContextManager[Any]],
         recompute: bool = False,
+        splits: bool = False,
     ) -> None:
         self.chain = chain
         self.index = index
@@ -92,6 +94,7 @@ class Stage:
         modules = [module for layer in layers for module in chain.layers[layer].modules()]
         # Compiled layers cannot be run backward in parts, and recomputation would be done once for each part.
         self._can_split = not recompute and not any(map(_is_compiled, modules))
+        self._unchecked = set(layers) if splits and self._can_split else set()
 
     @property
     def is_first(self) -> bool:
@@ -226,6 +229,9 @@ class Stage:
                 output = checkpoint(call_layer, layer, values, kwargs, use_reentrant=False, context_fn=contexts)
             else:
                 output = call_layer(layer, values, kwargs)
+            if index in self._unchecked and torch.is_grad_enabled():
+                refuse_reentrant(output, values, self.chain.name(index))
+                self._unchecked.remove(index)
         if timer is not None and torch.is_grad_enabled():
             timer.watch(output, index, microbatch, inputs=values)
         return output

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lightning_dynmo.planning.assignment import Assignment
 from lightning_dynmo.planning.balancers.partition import PartitionBalancer
 
-_CHOICES = ("uniform", "parameters")
+_CHOICES = ("uniform", "parameters", "time")
 
 
 def initial_assignment(balance: Sequence[int] | str, num_parameters: Sequence[int], num_stages: int) -> Assignment:
@@ -14,7 +14,8 @@ def initial_assignment(balance: Sequence[int] | str, num_parameters: Sequence[in
 
     Args:
         balance: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the smallest possible largest
-            number of parameters per stage, or layers per stage such as ``[3, 4, 3]``.
+            number of parameters per stage, ``"time"`` for the same until there is a measurement to plan from, or layers
+            per stage such as ``[3, 4, 3]``.
         num_parameters: Parameters of each layer, ``[L]``; layers without any are fine.
         num_stages: Stages of the pipeline, S.
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dynmo._torch import ActionType
 from lightning_dynmo.pipeline import check_num_microbatches, check_stages_per_rank, find_schedule
-from lightning_dynmo.pipeline._torch import ActionType
 from lightning_dynmo.pipeline.schedules import SCHEDULES, evaluation_order_of, order_of
 from tests.pipeline.chains import WIDTH, Block, Microbatch, Plan, assert_same_as_loop, wide_batch
 

@@ -17,11 +17,22 @@ from torch.autograd import profiler
 try:
     from torch._C import _disabled_torch_function_impl as disabled_torch_function
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch._dynamo.eval_frame import OptimizedModule
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
     from torch.distributed.pipelining.schedules import _Action as Action
     from torch.distributed.pipelining.schedules import _add_send_recv
     from torch.distributed.pipelining.schedules import _ComputationType as ActionType
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import (
+        TreeSpec,
+        keystr,
+        tree_flatten,
+        tree_flatten_with_path,
+        tree_leaves,
+        tree_map_only,
+        tree_unflatten,
+    )
 except ImportError as error:
     raise ImportError(
         f"This release of torch lacks a name that lightning_dynmo builds on ({error}). Install torch>=2.11,<2.14."
@@ -32,16 +43,25 @@ __all__ = [
     "ActionType",
     "FakeTensor",
     "FakeTensorMode",
+    "OptimizedModule",
     "PrefixStore",
     "Store",
     "TCPStore",
+    "TorchDispatchMode",
+    "TreeSpec",
     "abort_process_groups",
     "add_messages",
     "compute_order",
     "default_store",
     "disabled_torch_function",
+    "keystr",
     "make_wrapper_subclass",
     "named_range",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
 ]
 
 
