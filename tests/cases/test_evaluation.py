@@ -53,8 +53,8 @@ def counted_layers() -> list[nn.Module]:
     return [Counted() for _ in range(8)]
 
 
-eights = partial(regression, (8, 8, 16, 8))
-_COUNTED = Case(partial(Chain, counted_layers, 0.01), eights, plain="microbatches", trainer={"max_epochs": 2})
+batches = partial(regression, (32, 32, 64, 32))
+_COUNTED = Case(partial(Chain, counted_layers, 0.01), batches, plain="microbatches", trainer={"max_epochs": 2})
 ROW_7 = {
     **{f"7 {schedule}": Case(**{**vars(_COUNTED), "strategy": {"schedule": schedule}}) for schedule in SCHEDULES},
     "7 moves": Case(**{**vars(_COUNTED), "ranks": 3, "moves": [(1, 1, 6), (5, 2, 1), (3, 3, 2)]}),
@@ -193,9 +193,9 @@ def test_row_07_statistics_counters_and_hooks_see_each_microbatch_once(name: str
     assert_equal_to_one_device(found[name], exact="loopedbfs" not in name, ignore=evaluated)
     weights = found[name].ranks[0].weights
     assert all(value.isfinite().all() for value in weights.values())
-    batches = 4 * (1 if "validation" in name else 2)
-    assert all(weights[f"layers.{layer}.rows"][1] == 10 * batches for layer in range(8))
-    assert all(weights[f"layers.{layer}.norm.num_batches_tracked"] == 4 * batches for layer in range(8))
+    steps = 4 * (1 if "validation" in name else 2)
+    assert all(weights[f"layers.{layer}.rows"][1] == 40 * steps for layer in range(8))
+    assert all(weights[f"layers.{layer}.norm.num_batches_tracked"] == 4 * steps for layer in range(8))
 
 
 @pytest.mark.parametrize("name", ROW_8)
@@ -243,12 +243,14 @@ def test_row_10_memory_is_flat_over_20_rebuilds(found: dict[str, Comparison]) ->
         assert len(outcome.notes) == 24
         for balance in ((4, 4), (1, 7), (7, 1), (2, 6)):
             alive = _alive(outcome, balance)
-            assert len(set(alive[1:])) == 1, alive
-            assert alive[-1][2] <= 1
+            tensors, sizes, stages = zip(*alive[1:], strict=True)
+            assert max(tensors) - min(tensors) <= 2, alive  # a measured batch leaves a number or two
+            assert max(sizes) - min(sizes) <= 64, alive
+            assert max(stages) <= 1
 
 
 def test_row_10_a_leak_would_be_noticed(found: dict[str, Comparison]) -> None:
     for outcome in found["10 twin"].ranks:
         alive = _alive(outcome, (4, 4))
-        assert alive[1][1] < alive[-1][1]
+        assert alive[1][1] + 64 < alive[-1][1]
     assert weights_differ(found["10 twin"].ranks[0], found["10 rebuilds"].plain, ignore=["calls"]) == []

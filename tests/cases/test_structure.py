@@ -1,8 +1,7 @@
-"""CASES rows 20-25: side inputs, skips, buffers, tied weights, initial weights, memory."""
+"""CASES rows 20-23 and 25: side inputs, skips, buffers, tied weights, memory."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.cases.modules import SPLIT, WIDTH, Chain, Layer, regression
 from tests.cases.running import Case, Comparison, assert_equal_to_one_device, run_cases, weights_differ
-from tests.helpers.distributed import run_distributed
-from tests.helpers.fitting import QUIET, differences
+from tests.helpers.fitting import QUIET
 from tests.helpers.models import TinyGPT, token_loader
 
 pytestmark = pytest.mark.distributed
@@ -373,42 +371,3 @@ def test_row_25_resident_bytes_follow_the_own_layers(name: str, found: dict[str,
     for outcome in found[name].ranks:
         for owned, size in outcome.notes:
             assert owned * layer <= size <= owned * layer + 4096, (owned, size / layer)
-
-
-# Row 24: initial weights
-
-
-class NotesWeights(TinyGPT):
-    """Draws weights in ``__init__``, and again in ``configure_model``."""
-
-    start: dict[str, Tensor]
-
-    def configure_model(self) -> None:
-        nn.init.normal_(self.head[1].weight)
-
-
-def initial_weights(rank: int, seed: int | None, pipeline: bool) -> dict[str, Tensor]:
-    """Returns the weights after no step at all; without a seed, every process has drawn its own."""
-    if seed is None:
-        torch.manual_seed(1000 + rank)
-    else:
-        torch.manual_seed(seed)
-    model = NotesWeights()
-    options: dict[str, Any] = {"devices": 1}
-    if pipeline:
-        from lightning_dynmo import DynMoStrategy
-
-        options = {"devices": int(os.environ["WORLD_SIZE"]), "strategy": DynMoStrategy(num_microbatches=4)}
-    trainer = Trainer(max_steps=0, **QUIET, **options)
-    trainer.fit(model, token_loader(8, 8))
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("seed", [3, None], ids=["seeded", "unseeded"])
-def test_row_24_initial_weights_do_not_depend_on_the_number_of_stages(seed: int | None) -> None:
-    (expected,) = run_distributed(initial_weights, 1, seed, False, init_process_group=False)
-    for ranks in (1, 2, 3, 4):
-        for found in run_distributed(initial_weights, ranks, seed, True, init_process_group=False):
-            assert differences(found, expected) == []
-    blocks = [expected[f"blocks.{index}.out.weight"] for index in range(5)]
-    assert not any(torch.equal(blocks[0], other) for other in blocks[1:])
