@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,9 +52,11 @@ def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: Pipeline
     return with_plain_keys(state_dict)
 
 
-def with_plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+def with_plain_keys(state: dict[str, Any]) -> dict[str, Any]:
     """Returns a state with the keys that it has without ``torch.compile``, which puts ``_orig_mod`` into them."""
-    return {_plain_key(key): value for key, value in state.items()}
+    if not any(_COMPILED in key for key in state):
+        return state
+    return OrderedDict((_plain_key(key), value) for key, value in state.items())
 
 
 def with_keys_of(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

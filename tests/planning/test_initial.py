@@ -37,13 +37,13 @@ def test_a_list_that_does_not_fit_gets_an_example() -> None:
 )
 def test_a_near_miss_gets_a_suggestion(name: str, hint: str) -> None:
     with pytest.raises(
-        ValueError, match=f"'uniform', 'parameters' or a list .*got '{name}'. Did you mean balance={hint}"
+        ValueError, match=f"'uniform', 'parameters', 'time' or a list .*got '{name}'. Did you mean balance={hint}"
     ):
         initial_assignment(name, [1] * 5, 2)
 
 
 def test_an_unknown_name_gets_the_choices_only() -> None:
-    with pytest.raises(ValueError, match="'uniform', 'parameters' or a list") as error:
+    with pytest.raises(ValueError, match="'uniform', 'parameters', 'time' or a list") as error:
         initial_assignment("xyz", [1] * 5, 2)
     assert "Did you mean" not in str(error.value)
 
