@@ -21,7 +21,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.fitting import differences, load
 from tests.helpers.models import TinyGPT
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 
 class Plateau(TinyGPT):

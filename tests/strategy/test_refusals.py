@@ -9,7 +9,7 @@ import pytest
 
 from tests.strategy.scripts.launch import launch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 EXPECTED = {
     "too_many_stages": ("ValueError", r"3 stages for 2 layers\. Use at most 2 devices"),
