@@ -90,7 +90,7 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(x))
 
 
-class GPT(LightningModule):
+class PlainGPT(LightningModule):
     """A small GPT.
 
     Args:
@@ -143,7 +143,7 @@ def train(training: Training, *, microbatches_per_batch: int = 1, **options: Any
         **options: Further arguments of the Trainer, such as a strategy; none for plain Lightning.
     """
     seed_everything(SEED, verbose=False)
-    model = GPT(dropout=0.1 if "dropout" in training.switches else 0.0, tied="tied" in training.switches)
+    model = PlainGPT(dropout=0.1 if "dropout" in training.switches else 0.0, tied="tied" in training.switches)
     initial = weights(model)
     freezing = [Freezing()] if "frozen" in training.switches else []
     num_processes = int(os.environ["WORLD_SIZE"])
@@ -170,7 +170,7 @@ def train(training: Training, *, microbatches_per_batch: int = 1, **options: Any
     return Outcome(initial, weights(model), torch.tensor(model.losses, dtype=torch.float64))
 
 
-def weights(model: GPT) -> list[Tensor]:
+def weights(model: PlainGPT) -> list[Tensor]:
     return [parameters_to_vector(layer.parameters()).detach() for layer in model.configure_pipeline()]
 
 

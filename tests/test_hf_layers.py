@@ -70,8 +70,10 @@ def test_chain_is_the_model(kind: str, padding: bool) -> None:
 
     chain = LayerChain(model, layers)
     borders = infer_borders(chain, Inputs((), inputs), nullcontext)
-    assert [[tuple(tensor.shape) for tensor in border] for border in borders] == [[(4, 10, 16)]] * (len(layers) - 1)
-    assert all(tensor.requires_grad for (tensor,) in borders)
+    assert [[tuple(tensor.shape) for tensor in border.tensors] for border in borders] == [[(4, 10, 16)]] * (
+        len(layers) - 1
+    )
+    assert all(tensor.requires_grad for border in borders for tensor in border.tensors)
     owned = [id(parameter) for layer in layers for parameter in layer.parameters()]
     assert sorted(owned) == sorted(map(id, model.parameters()))
 
@@ -120,7 +122,7 @@ def test_frozen_layers_send_no_gradient_and_copies_of_layers_leave_the_model_alo
     for layer in layers[:2]:
         layer.requires_grad_(False)
     borders = infer_borders(LayerChain(model, layers), Inputs((), batch()), nullcontext)
-    assert [border[0].requires_grad for border in borders] == [False, False, True, True]
+    assert [border.tensors[0].requires_grad for border in borders] == [False, False, True, True]
     assert not any(hasattr(buffer, "fake_mode") for buffer in model.buffers())
     twin = copy.deepcopy(layers[1])
     assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in layers[1].parameters())
