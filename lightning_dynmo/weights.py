@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dynmo.checkpoints import PipelineCheckpoints
-from lightning_dynmo.pipeline import is_folder, load_folder
+from lightning_dynmo.pipeline import RenamedState, is_folder, load_folder
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -45,7 +45,8 @@ def load_layer_weights(
         ValueError: If the file holds no weights.
         RuntimeError: If the weights do not fit the module.
     """
-    state = _Renamed(open_weights(path), rename)
+    found = open_weights(path)
+    state = RenamedState(found, {name: key for key in found if (name := rename(key)) is not None})
     trainer = module._trainer
     if trainer is not None and isinstance(trainer.strategy, PipelineCheckpoints):
         trainer.strategy.load_weights(state, strict)
@@ -129,23 +130,3 @@ class _Shards(Mapping[str, Tensor]):
     @override
     def __len__(self) -> int:
         return len(self._files)
-
-
-class _Renamed(Mapping[str, Any]):
-    """A state under the keys of the module."""
-
-    def __init__(self, state: Mapping[str, Any], rename: Callable[[str], str | None]) -> None:
-        self._state = state
-        self._keys = {name: key for key in state if (name := rename(key)) is not None}
-
-    @override
-    def __getitem__(self, key: str) -> Any:
-        return self._state[self._keys[key]]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._keys)

@@ -1,6 +1,7 @@
 """Pipeline parallelism on torch.distributed: takes a chain of modules and a callable, knows nothing of Lightning."""
 
 from lightning_dynmo.pipeline.checkpoint import (
+    RenamedState,
     gather_optimizer_state,
     gather_state_dict,
     load_optimizer_state,
@@ -45,6 +46,7 @@ __all__ = [
     "PipelineRuntime",
     "Profile",
     "Rebalance",
+    "RenamedState",
     "StoredState",
     "batch_size_of",
     "check_num_microbatches",

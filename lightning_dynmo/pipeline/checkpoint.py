@@ -65,11 +65,16 @@ def with_keys_of(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, An
     if not any(_COMPILED in key for key in (*own, *state)):
         return state
     names = {_plain_key(key): key for key in own}
-    return _Renamed(state, {names.get(_plain_key(key), key): key for key in state})
+    return RenamedState(state, {names.get(_plain_key(key), key): key for key in state})
 
 
-class _Renamed(Mapping[str, Any]):
-    """A state under other keys, whose values are read only when they are asked for."""
+class RenamedState(Mapping[str, Any]):
+    """A state under other keys, whose values are read only when they are asked for.
+
+    Args:
+        state: Values by their own keys.
+        keys: For each new key, the old one.
+    """
 
     def __init__(self, state: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         self._state = state

@@ -188,9 +188,7 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     if gradient is None:
         return
     with torch.no_grad():
-        if (
-            parameter.grad is None
-        ):  # what autograd hands out may be another weight's gradient too, or one element expanded
+        if parameter.grad is None:  # a copy: this may be the gradient of two weights, or one element expanded
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
             parameter.grad += gradient
