@@ -6,31 +6,28 @@ with the same loads and gets the same answer, so it must use no randomness, cloc
     python examples/add_a_balancer.py
 """
 
-from collections.abc import Sequence
-
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_dynmo import GPT, Assignment, Balancer, DynMoStrategy, RebalanceCallback, TextDataModule
+from lightning_dynmo import (
+    GPT,
+    Assignment,
+    Balancer,
+    BalancingProblem,
+    DynMoStrategy,
+    RebalanceCallback,
+    TextDataModule,
+)
 
 
 class GreedyBalancer(Balancer):
     """Gives each stage layers until it has its share of what is left; looks at loads only."""
 
     @override
-    def balance(
-        self,
-        loads: Sequence[float],
-        current: Assignment,
-        *,
-        state_bytes: Sequence[int] | None = None,
-        memory_bytes: Sequence[int] | None = None,
-        memory_cap_bytes: int | None = None,
-        rank_speeds: Sequence[float] | None = None,
-    ) -> Assignment:
+    def balance(self, problem: BalancingProblem) -> Assignment:
         balance = []
-        rest = list(loads)
-        for stages_left in range(current.num_stages, 1, -1):
+        rest = list(problem.loads)
+        for stages_left in range(problem.num_stages, 1, -1):
             share, taken = sum(rest) / stages_left, 1
             while len(rest) - taken >= stages_left and sum(rest[: taken + 1]) - share < share - sum(rest[:taken]):
                 taken += 1

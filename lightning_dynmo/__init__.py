@@ -14,7 +14,7 @@ from lightning_dynmo.hf import hf_layers
 from lightning_dynmo.models import GPT
 from lightning_dynmo.module import PipelineModule
 from lightning_dynmo.pipeline import PipelineError
-from lightning_dynmo.planning import Assignment, Balancer, PartitionBalancer
+from lightning_dynmo.planning import Assignment, Balancer, BalancingProblem, PartitionBalancer
 from lightning_dynmo.strategy import DynMoStrategy
 from lightning_dynmo.weights import load_layer_weights
 
@@ -24,6 +24,7 @@ __all__ = [
     "GPT",
     "Assignment",
     "Balancer",
+    "BalancingProblem",
     "DynMoStrategy",
     "DynamismCallback",
     "FreezingRule",

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 import lightning_dynmo
 from examples import add_a_balancer, add_a_scheme
-from lightning_dynmo import Assignment, Balancer, DynamismCallback, DynMoStrategy
+from lightning_dynmo import Assignment, Balancer, BalancingProblem, DynamismCallback, DynMoStrategy
 from lightning_dynmo.callbacks import FreezingRule
 
 
@@ -62,10 +62,12 @@ def test_every_setting_has_a_default_and_a_text(entry: type) -> None:
 def test_balancers_keep_their_contract(balancer: Balancer, stages: int) -> None:
     loads = [3.0, 1.0, 0.0, 5.0, 2.0, 2.0, 1.5]
     current = Assignment.uniform(len(loads), stages)
-    plan = balancer.balance(loads, current)
+    plan = balancer.balance(BalancingProblem(loads, current))
     assert (plan.num_layers, plan.num_stages) == (len(loads), stages)
-    assert balancer.balance(loads, current) == plan
-    assert type(balancer)().balance([load * 1e-6 for load in loads], current) == plan  # no matter the unit
+    assert balancer.balance(BalancingProblem(loads, current)) == plan
+    assert (
+        type(balancer)().balance(BalancingProblem([load * 1e-6 for load in loads], current)) == plan
+    )  # no matter the unit
 
 
 def test_the_examples_are_among_those_that_are_checked() -> None:

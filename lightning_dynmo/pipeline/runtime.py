@@ -27,6 +27,7 @@ from lightning_dynmo.pipeline.stage import Iteration, LastStep, Stage
 from lightning_dynmo.planning import (
     Assignment,
     Balancer,
+    BalancingProblem,
     LoadMetric,
     Move,
     PartitionBalancer,
@@ -248,9 +249,10 @@ class PipelineRuntime:
         before = self.assignment
         loads = load_values(self.profile.loads, self.load)
         state_bytes = [load.state_bytes for load in self.profile.loads]
-        proposed = self.balancer.balance(loads, before, state_bytes=state_bytes)
+        problem = BalancingProblem(loads, before, self.placement, state_bytes)
+        proposed = self.balancer.balance(problem)
         agree_on(proposed, self.groups)
-        prediction = predict(loads, before, proposed)
+        prediction = predict(problem, proposed)
         migration = None
         if prediction.gain > min_gain:
             migration = self._migrate(proposed)

@@ -13,12 +13,15 @@ from lightning_dynmo.planning.loads import (
     imbalance,
     load_values,
 )
+from lightning_dynmo.planning.problem import BalancingProblem, MemoryLimits
 
 __all__ = [
     "Assignment",
     "Balancer",
+    "BalancingProblem",
     "LayerLoad",
     "LoadMetric",
+    "MemoryLimits",
     "Move",
     "PartitionBalancer",
     "Prediction",

@@ -1,19 +1,18 @@
 """What a proposed assignment is expected to gain."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dynmo.planning.assignment import Assignment
-from lightning_dynmo.planning.loads import non_negative
+from lightning_dynmo.planning.problem import BalancingProblem
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The largest stage load, which sets the pace of the pipeline, before and after a rebalance.
+    """The time of the slowest rank, which sets the pace of the pipeline, before and after a rebalance.
 
     Args:
-        bottleneck_before: Largest stage load of the current assignment, in the unit of the loads.
-        bottleneck_after: Largest stage load of the proposed assignment, same unit.
+        bottleneck_before: Time of the slowest rank under the current assignment, in the unit of the loads.
+        bottleneck_after: Time of the slowest rank under the proposed assignment, same unit.
     """
 
     bottleneck_before: float
@@ -27,16 +26,14 @@ class Prediction:
         return 1.0 - self.bottleneck_after / self.bottleneck_before
 
 
-def predict(loads: Sequence[float], current: Assignment, proposed: Assignment) -> Prediction:
-    """Compares two assignments under the same loads.
+def predict(problem: BalancingProblem, proposed: Assignment) -> Prediction:
+    """Compares an assignment with the one that runs now.
 
     Args:
-        loads: One load per layer, ``[L]``, any unit.
-        current: The assignment that runs now.
-        proposed: The assignment a balancer asks for; its number of stages may differ.
+        problem: Costs of the layers, and the assignment that runs now.
+        proposed: The assignment a balancer asks for.
 
     Raises:
-        ValueError: If an assignment has another number of layers, or a load is negative or not finite.
+        ValueError: If the assignment is for another number of layers.
     """
-    values = non_negative(loads, "the load of layer")
-    return Prediction(max(current.stage_loads(values)), max(proposed.stage_loads(values)))
+    return Prediction(problem.bottleneck(problem.current), problem.bottleneck(proposed))

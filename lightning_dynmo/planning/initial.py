@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from lightning_dynmo.planning.assignment import Assignment
 from lightning_dynmo.planning.balancers.partition import PartitionBalancer
+from lightning_dynmo.planning.problem import BalancingProblem
 
 _CHOICES = ("uniform", "parameters", "time")
 
@@ -31,4 +32,4 @@ def initial_assignment(balance: Sequence[int] | str, num_parameters: Sequence[in
         choices = ", ".join(repr(choice) for choice in _CHOICES)
         raise ValueError(f"Expected balance to be {choices} or a list such as [3, 4, 3], got {balance!r}. {hint}")
     uniform = Assignment.uniform(num_layers, num_stages)
-    return uniform if balance == "uniform" else PartitionBalancer().balance(num_parameters, uniform)
+    return uniform if balance == "uniform" else PartitionBalancer().balance(BalancingProblem(num_parameters, uniform))

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_dynmo.planning import (
     Assignment,
+    BalancingProblem,
     LayerLoad,
     PartitionBalancer,
     bubble_ratio,
@@ -174,11 +175,13 @@ def test_idle_share_of_the_schemes_cost_traces(
     loads: list[float], num_stages: int, num_microbatches: int, idle_uniform: float, idle_best: float
 ) -> None:
     uniform = Assignment.uniform(len(loads), num_stages)
-    best = PartitionBalancer().balance(loads, uniform)
+    best = PartitionBalancer().balance(BalancingProblem(loads, uniform))
     before = expected_bubble_ratio(uniform.stage_loads(loads), num_microbatches)
     after = expected_bubble_ratio(best.stage_loads(loads), num_microbatches)
     assert before == pytest.approx(idle_uniform, abs=1e-3)
     assert after == pytest.approx(idle_best, abs=1e-3)
-    assert 1 / (1 - predict(loads, uniform, best).gain) == pytest.approx((1 - after) / (1 - before), rel=1e-12)
+    assert 1 / (1 - predict(BalancingProblem(loads, uniform), best).gain) == pytest.approx(
+        (1 - after) / (1 - before), rel=1e-12
+    )
     one_layer_off = Assignment((uniform.balance[0] + 1, *uniform.balance[1:-1], uniform.balance[-1] - 1))
     assert expected_bubble_ratio(one_layer_off.stage_loads(loads), num_microbatches) != pytest.approx(after, abs=1e-3)

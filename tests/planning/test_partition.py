@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dynmo.planning import Assignment, Balancer, PartitionBalancer, predict
+from lightning_dynmo.planning import Assignment, Balancer, BalancingProblem, MemoryLimits, PartitionBalancer, predict
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,16 @@ class Case:
     rank_speeds: list[float] | None = None
 
     def solve(self) -> Assignment:
-        return PartitionBalancer().balance(
-            self.loads,
-            self.current,
-            state_bytes=self.state_bytes,
-            memory_bytes=self.memory_bytes,
-            memory_cap_bytes=self.memory_cap_bytes,
-            rank_speeds=self.rank_speeds,
+        return PartitionBalancer().balance(self.problem())
+
+    def problem(self) -> BalancingProblem:
+        memory = None
+        if self.memory_bytes is not None and self.memory_cap_bytes is not None:
+            num_stages = self.current.num_stages
+            nothing = [0] * len(self.memory_bytes)
+            memory = MemoryLimits(self.memory_bytes, nothing, [1] * num_stages, [self.memory_cap_bytes] * num_stages)
+        return BalancingProblem(
+            self.loads, self.current, state_bytes=self.state_bytes, rank_speeds=self.rank_speeds, memory=memory
         )
 
     def bottleneck(self, split: Assignment) -> Fraction:
@@ -218,12 +221,11 @@ def test_memory_without_a_cap_is_no_limit() -> None:
         ({"state_bytes": [1] * 5}, "state_bytes to have one value per layer, 4 in all, got 5"),
         ({"state_bytes": [1, 1, -1, 1]}, "state_bytes .*got -1 at index 2"),
         ({"state_bytes": [2**60, 1, 0, 0]}, r"state_bytes to sum to at most 2\*\*60"),
-        ({"memory_bytes": [1, 1, 0.5, 1], "memory_cap_bytes": 9}, "memory_bytes .*got 0.5 at index 2"),
-        ({"memory_cap_bytes": 9}, "memory_cap_bytes=9 needs memory_bytes"),
-        ({"memory_bytes": [1] * 4, "memory_cap_bytes": -9}, "memory_cap_bytes .*got -9"),
-        ({"rank_speeds": [1.0] * 3}, "rank_speeds to have one value per stage, 2 in all, got 3"),
-        ({"rank_speeds": [1.0, 0.0]}, "stage 1 .*got 0.0"),
-        ({"rank_speeds": [math.inf, 1.0]}, "stage 0 .*got inf"),
+        ({"memory_bytes": [1, 1, 0.5, 1], "memory_cap_bytes": 9}, "layer_bytes .*got 0.5 at index 2"),
+        ({"memory_bytes": [1] * 4, "memory_cap_bytes": -9}, "cap_bytes .*got -9"),
+        ({"rank_speeds": [1.0] * 3}, "rank_speeds to have one value per rank, 2 in all, got 3"),
+        ({"rank_speeds": [1.0, 0.0]}, "rank 1 .*got 0.0"),
+        ({"rank_speeds": [math.inf, 1.0]}, "rank 0 .*got inf"),
     ],
 )
 def test_checks_its_inputs(changes: dict[str, Sequence[float]], message: str) -> None:
@@ -247,11 +249,11 @@ def test_a_huge_cap_is_no_limit() -> None:
 def test_large_pipelines() -> None:
     loads = [1.0 + (layer * 7919 % 1000) / 500 for layer in range(1000)]
     uniform = Assignment.uniform(1000, 64)
-    best = PartitionBalancer().balance(loads, uniform)
+    best = PartitionBalancer().balance(BalancingProblem(loads, uniform))
     assert best.num_stages == 64
     bound = max(max(loads), math.fsum(loads) / 64)
     assert bound <= max(best.stage_loads(loads)) <= bound + max(loads)
-    assert predict(loads, uniform, best).gain > 0
+    assert predict(BalancingProblem(loads, uniform), best).gain > 0
 
 
 def test_the_base_class_is_abstract() -> None:

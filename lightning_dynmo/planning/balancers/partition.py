@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_dynmo.planning.assignment import Assignment
 from lightning_dynmo.planning.balancers.base import Balancer
+from lightning_dynmo.planning.problem import BalancingProblem
 
 _Ints: TypeAlias = NDArray[np.int64]
 
@@ -40,33 +41,19 @@ class PartitionBalancer(Balancer):
     """
 
     @override
-    def balance(
-        self,
-        loads: Sequence[float],
-        current: Assignment,
-        *,
-        state_bytes: Sequence[int] | None = None,
-        memory_bytes: Sequence[int] | None = None,
-        memory_cap_bytes: int | None = None,
-        rank_speeds: Sequence[float] | None = None,
-    ) -> Assignment:
+    def balance(self, problem: BalancingProblem) -> Assignment:
         """See :meth:`Balancer.balance`."""
-        self.check_inputs(
-            loads,
-            current,
-            state_bytes=state_bytes,
-            memory_bytes=memory_bytes,
-            memory_cap_bytes=memory_cap_bytes,
-            rank_speeds=rank_speeds,
-        )
-        speeds = _relative_speeds(rank_speeds, current.num_stages)
+        loads, current = problem.loads, problem.current
+        speeds = _relative_speeds(problem.rank_speeds, current.num_stages)
         fits_from = np.zeros(current.num_layers + 1, np.int64)
-        if memory_bytes is not None and memory_cap_bytes is not None:
-            fits_from = _fits_in_memory_from(memory_bytes, memory_cap_bytes, current.num_stages)
+        if problem.memory is not None:
+            fits_from = _fits_in_memory_from(
+                problem.memory.layer_bytes, problem.memory.cap_bytes[0], current.num_stages
+            )
         splitter = _Splitter(_prefix_sums(_in_units(loads)), speeds, fits_from)
 
         starts = splitter.starts(splitter.smallest_bottleneck() * _SAME)
-        sizes = np.ones(current.num_layers, np.int64) if state_bytes is None else np.array(state_bytes, np.int64)
+        sizes = np.array(problem.state_bytes or [1] * current.num_layers, np.int64)
         borders = _fewest_moved_bytes(starts, _bytes_from_elsewhere(sizes, current))
         return Assignment(tuple(end - start for start, end in pairwise(borders)))
 
