@@ -29,12 +29,12 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def write_trace(timeline: Timeline, path: str | Path) -> None:
+def write_trace(path: str | Path, timeline: Timeline) -> None:
     """Writes a timeline for chrome://tracing or ui.perfetto.dev.
 
     Args:
-        timeline: The step.
         path: The file, such as ``"step.json"``.
+        timeline: The step.
     """
     Path(path).write_text(json.dumps(trace_events(timeline)))
 

@@ -32,7 +32,7 @@ def events_by_thread(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[s
 
 def test_trace_is_valid(tmp_path: Path) -> None:
     timeline = replicated_timeline()
-    write_trace(timeline, tmp_path / "step.json")
+    write_trace(tmp_path / "step.json", timeline)
     trace = json.loads((tmp_path / "step.json").read_text())
     assert trace == trace_events(timeline)
     assert trace["displayTimeUnit"] in ("ms", "ns")

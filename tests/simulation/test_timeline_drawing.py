@@ -11,9 +11,8 @@ import pytest
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-from lightning_dynmo import drawing
-from lightning_dynmo.drawing import draw_timeline
 from lightning_dynmo.simulation import Network, StageCost, Timeline, simulate, simulate_replicas
+from lightning_dynmo.simulation import timeline_drawing as drawing
 from tests.simulation.orders import run, stage, written
 
 
@@ -30,7 +29,7 @@ def share_of(picture: NDArray[np.float32], colour: str) -> float:
 
 
 def drawn(timeline: Timeline, path: Path) -> NDArray[np.float32]:
-    draw_timeline(timeline, path, "A step")
+    drawing.draw_timelines(path, {"A step": timeline})
     picture: NDArray[np.float32] = imread(path)
     return picture
 
@@ -45,6 +44,20 @@ def test_areas_are_times(tmp_path: Path) -> None:
     assert backward / forward != pytest.approx(1.0, rel=0.1)
     assert idle / (idle + forward + backward) == pytest.approx(timeline.bubble_ratio, rel=0.1)
     assert share_of(picture, "#CC79A7") == 0.0
+
+
+def test_panels_share_an_axis(tmp_path: Path) -> None:
+    short, long = run("gpipe", [stage(1.0, 1.0)], 2), run("gpipe", [stage(2.0, 2.0)], 2)
+    drawing.draw_timelines(tmp_path / "steps.png", {"before": long, "after": short}, "Two steps")
+    forward = where(imread(tmp_path / "steps.png"), "#56B4E9")
+    rows = np.flatnonzero(forward[:, : forward.shape[1] // 8].any(axis=1))
+    border = rows[
+        np.argmax(np.diff(rows))
+    ]  # the widest gap lies between the panels; the legend is below, and further right
+    widths = [
+        np.flatnonzero(panel.sum(axis=0) > 10).size for panel in (forward[: border + 1], forward[border + 1 : rows[-1]])
+    ]
+    assert widths[0] / widths[1] == pytest.approx(2.0, rel=0.05)
 
 
 def test_every_kind_has_its_colour(tmp_path: Path) -> None:
@@ -98,4 +111,4 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, name, None)
     importlib.reload(drawing)  # importing it needs no matplotlib
     with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-dynmo\[plots\]"'):
-        drawing.draw_timeline(run("gpipe", [stage(1.0, 1.0)], 2), tmp_path / "step.png")
+        drawing.draw_timelines(tmp_path / "step.png", {"": run("gpipe", [stage(1.0, 1.0)], 2)})

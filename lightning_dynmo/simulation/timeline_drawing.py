@@ -1,12 +1,13 @@
-"""Pictures of simulated steps, drawn by matplotlib."""
+"""Pictures of simulated steps. They need matplotlib, which is imported when something is drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dynmo.simulation import Span, SpanKind, Timeline
+from lightning_dynmo.simulation.execution import Span, SpanKind
+from lightning_dynmo.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,45 +31,44 @@ _LABELS: dict[SpanKind, str] = {
     "update": "optimizer",
 }
 _IDLE = "#EBEBEB"
-_WIDTH_INCHES, _ROW_INCHES, _DPI = 14.0, 0.42, 150
+_WIDTH_INCHES, _DPI = 14.0, 150
+_ROW_INCHES, _LEAST_ROW_INCHES, _PANEL_INCHES = 0.42, 0.22, 5.5
 _DIGIT_WIDTH = 0.65  # of the size of the font
 _FONT_POINTS, _SMALLEST_FONT_POINTS = 7.5, 4.5
 _MANY = 150
 """Spans of a rank from which on they have no borders, which would hide them."""
 
 
-def draw_timeline(timeline: Timeline, path: str | Path, title: str = "One training step") -> None:
-    """Draws a timeline into a picture: one row per rank, with microbatch numbers where there is room for them.
+def draw_timelines(path: str | Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
+    """Draws timelines into a picture, one panel each, on the same axis: one row per rank.
 
-    Where a rank runs several stages, the later ones are lighter.
+    Microbatches have numbers where there is room for them. Where a rank runs several stages, later ones are lighter.
 
     Args:
-        timeline: The step.
         path: The file; its ending chooses the format, such as ``"step.png"``.
-        title: What stands above the picture, before the length of the step and its bubble.
+        timelines: The steps, each under the words that stand above it.
+        title: What stands above all.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    figure = new_figure(_WIDTH_INCHES, 1.3 + _ROW_INCHES * len(timeline.busy_s))
-    axes = figure.subplots()
-    _draw_bars(axes, timeline)
-    _draw_numbers(axes, timeline)
-    _draw_legend(figure, timeline)
-    factor, unit = _unit(timeline.makespan_s)
-    axes.set_title(
-        f"{title}: {timeline.makespan_s * factor:.4g} {unit}, bubble ratio {100 * timeline.bubble_ratio:.1f} %",
-        loc="left",
-        fontsize=11,
-    )
-    axes.set_xlim(0.0, timeline.makespan_s or 1.0)
-    axes.set_ylim(len(timeline.busy_s) - 0.5, -0.5)
-    axes.set_yticks(range(len(timeline.busy_s)), [f"rank {rank}" for rank in range(len(timeline.busy_s))], fontsize=8)
-    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * factor:.4g}")
-    axes.set_xlabel(unit, fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    most_ranks = max(len(timeline.busy_s) for timeline in timelines.values())
+    row = min(_ROW_INCHES, max(_PANEL_INCHES / most_ranks, _LEAST_ROW_INCHES))
+    heights = [0.5 + row * len(timeline.busy_s) for timeline in timelines.values()]
+    figure = new_figure(_WIDTH_INCHES, sum(heights) + (1.2 if title else 0.8))
+    panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]
+    longest_s = max(timeline.makespan_s for timeline in timelines.values())
+    factor, unit = _unit(longest_s)
+    for axes, (words, timeline) in zip(panels, timelines.items(), strict=True):
+        _draw_bars(axes, timeline)
+        _draw_numbers(axes, timeline, longest_s, row)
+        length = f"{timeline.makespan_s * factor:.4g} {unit}, bubble ratio {100 * timeline.bubble_ratio:.1f} %"
+        axes.set_title(f"{words}: {length}", loc="left", fontsize=10)
+        axes.set_xlim(0.0, longest_s or 1.0)
+        _label_axes(axes, len(timeline.busy_s), factor, unit)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    _draw_legend(figure, {span.kind for timeline in timelines.values() for span in timeline.spans})
     figure.savefig(path, dpi=_DPI)
 
 
@@ -112,9 +112,19 @@ def _draw_bars(axes: Axes, timeline: Timeline) -> None:
         )
 
 
-def _draw_numbers(axes: Axes, timeline: Timeline) -> None:
+def _label_axes(axes: Axes, num_ranks: int, factor: float, unit: str) -> None:
+    axes.set_ylim(num_ranks - 0.5, -0.5)
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)], fontsize=8)
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * factor:.4g}")
+    axes.set_xlabel(unit, fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_numbers(axes: Axes, timeline: Timeline, longest_s: float, row_inches: float) -> None:
     """Writes the microbatches' numbers into the bars of each stage and kind, where there is room in all of them."""
-    points_per_second = 72 * 0.93 * _WIDTH_INCHES / timeline.makespan_s if timeline.makespan_s else 0.0
+    points_per_second = 72 * 0.93 * _WIDTH_INCHES / longest_s if longest_s else 0.0
     groups: dict[tuple[int, SpanKind], list[Span]] = {}
     for span in timeline.spans:
         if span.microbatch is not None:
@@ -122,17 +132,16 @@ def _draw_numbers(axes: Axes, timeline: Timeline) -> None:
     for spans in groups.values():
         room = 0.9 * points_per_second * min(span.end_s - span.begin_s for span in spans)
         digits = max(len(str(span.microbatch)) for span in spans)
-        size = min(_FONT_POINTS, room / (_DIGIT_WIDTH * digits))
+        size = min(_FONT_POINTS, 72 * 0.6 * row_inches, room / (_DIGIT_WIDTH * digits))
         if size >= _SMALLEST_FONT_POINTS:
             for span in spans:
                 middle = (span.begin_s + span.end_s) / 2
                 axes.text(middle, span.rank, str(span.microbatch), size=size, ha="center", va="center_baseline")
 
 
-def _draw_legend(figure: Figure, timeline: Timeline) -> None:
+def _draw_legend(figure: Figure, drawn: Collection[SpanKind]) -> None:
     from matplotlib.patches import Patch
 
-    drawn = {span.kind for span in timeline.spans}
     patches = [Patch(facecolor=colour, label=_LABELS[kind]) for kind, colour in _COLOURS.items() if kind in drawn]
     patches.append(Patch(facecolor=_IDLE, label="idle"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
