@@ -1,7 +1,7 @@
 """What to run where: loads, assignments and the balancers that map one to the other. Pure Python and numpy."""
 
 from lightning_dynmo.planning.assignment import Assignment, Move, moves_between
-from lightning_dynmo.planning.balancers import Balancer, PartitionBalancer
+from lightning_dynmo.planning.balancers import Balancer, Diffusion, DiffusionBalancer, PartitionBalancer, diffuse
 from lightning_dynmo.planning.decision import Prediction, predict
 from lightning_dynmo.planning.initial import initial_assignment
 from lightning_dynmo.planning.loads import (
@@ -19,6 +19,8 @@ __all__ = [
     "Assignment",
     "Balancer",
     "BalancingProblem",
+    "Diffusion",
+    "DiffusionBalancer",
     "LayerLoad",
     "LoadMetric",
     "MemoryLimits",
@@ -27,6 +29,7 @@ __all__ = [
     "Prediction",
     "bubble_ratio",
     "check_load_metric",
+    "diffuse",
     "expected_bubble_ratio",
     "imbalance",
     "initial_assignment",
