@@ -17,13 +17,13 @@ from lightning_dynmo.planning.problem import BalancingProblem
 # [Note: At most one layer above the optimum]
 #
 # Let stage s be meant to have the load x_s once load has been diffused, and let the border between s and s + 1 be meant
-# to lie at B_s, the sum of x_0 to x_s. Handing a layer over an edge takes that border nearer to B_s and leaves the others
+# to lie at B_s, the sum of x_0 to x_s. Handing a layer over an edge takes that border nearer to B_s and leaves others
 # alone, so the second phase ends. Take a stage that has two layers or more then. It was free to give its first and its
 # last layer away, and no edge wanted them: so its right border lies at most half a layer right of where it was meant
-# to, its left border at most half a layer left of that, and its load is at most x_s plus one largest layer. A stage that
-# has one layer has at most one largest layer. Times of any two stages differ by no more than the potential, so that of
-# x_s is at most the mean time plus gamma times that. No split is faster than the mean, or than a stage's fixed cost. So
-# with equal speeds the slowest stage is at most one largest layer, and gamma times the mean, above the best split.
+# to, its left border at most half a layer left of that, and its load is at most x_s plus one largest layer. A stage
+# that has one layer has at most one largest layer. Times of any two stages differ by no more than the potential, so the
+# time of x_s is at most the mean time plus gamma times that. No split is faster than the mean, or than a stage's fixed
+# cost. So with equal speeds the slowest stage is at most one largest layer, and gamma times the mean, above the best.
 
 # A layer is handed on if that brings the border nearer by more than rounding, as a share of the mean time of a stage.
 _ROUNDING = 1e-9
