@@ -10,8 +10,11 @@ from lightning_dynmo.planning.loads import (
     bubble_ratio,
     check_load_metric,
     expected_bubble_ratio,
+    idle_share,
     imbalance,
     load_values,
+    speedup,
+    speedup_bound,
 )
 from lightning_dynmo.planning.problem import BalancingProblem, MemoryLimits
 
@@ -31,9 +34,12 @@ __all__ = [
     "check_load_metric",
     "diffuse",
     "expected_bubble_ratio",
+    "idle_share",
     "imbalance",
     "initial_assignment",
     "load_values",
     "moves_between",
     "predict",
+    "speedup",
+    "speedup_bound",
 ]

@@ -1,9 +1,11 @@
 """What layers and stages cost, and what messages do."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dynmo.planning import Assignment
+from lightning_dynmo.planning.loads import non_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class LayerCost:
         activation_bytes: What it keeps from its forward to its backward.
         output_bytes: What it hands to the next layer; the gradient that comes back is as large.
         gradient_bytes: Its parameters' gradients, which replicas add up.
+        update_s: Seconds of the optimizer, once per step, where its parameters train.
     """
 
     forward_s: float
@@ -27,6 +30,7 @@ class LayerCost:
     activation_bytes: int = 0
     output_bytes: int = 0
     gradient_bytes: int = 0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +68,27 @@ class Network:
         latency_s: Seconds from the send of a small message to its arrival, measured by a ping-pong.
         bytes_per_s: Bandwidth between neighbours in the pipeline.
         replica_bytes_per_s: Bandwidth between replicas of a stage, for the sums of gradients.
+
+    Raises:
+        ValueError: If the latency is negative or not finite, or a bandwidth not positive.
     """
 
     latency_s: float = 0.0
-    bytes_per_s: float = float("inf")
-    replica_bytes_per_s: float = float("inf")
+    bytes_per_s: float = math.inf
+    replica_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        non_negative([self.latency_s], "latency_s, value")
+        for name in ("bytes_per_s", "replica_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"Expected {name} to be positive, got {getattr(self, name)}. Use math.inf where messages cost no "
+                    f"more for being long."
+                )
+
+
+AT_ONCE = Network()
+"""Messages take no time."""
 
 
 def stage_costs(layers: Sequence[LayerCost], assignment: Assignment) -> list[StageCost]:
@@ -102,6 +122,7 @@ def stage_costs(layers: Sequence[LayerCost], assignment: Assignment) -> list[Sta
                 output_bytes=layers[indices[-1]].output_bytes,
                 input_bytes=layers[indices[0] - 1].output_bytes if stage else 0,
                 gradient_bytes=sum(layers[index].gradient_bytes for index in indices if layers[index].trains),
+                update_s=sum(layers[index].update_s for index in indices if layers[index].trains),
             )
         )
     return stages
