@@ -220,7 +220,7 @@ def test_balancers(null: bool) -> None:
     for shape in ("v", "loop"):
         own = [float(row["mean"]) for row in placements if row["placement"] == shape]
         expected[f"{shape}_over_optimum_mean"] = statistics.mean(own)
-    expected["plan_1000x64_ms"] = statistics.median(column(large, "plain_ms"))
+    expected["plan_1000x64_ms"] = min(column(large, "plain_ms"))
     assert ratios == pytest.approx(expected, rel=PRECISION)
     assert len(large) >= 5
     # What is no measurement of time does not depend on the machine, so the bounds are part of the test.
