@@ -1,7 +1,7 @@
 """What to run where: loads, assignments and the balancers that map one to the other. Pure Python and numpy."""
 
 from lightning_dynmo.planning.assignment import Assignment, Move, moves_between
-from lightning_dynmo.planning.balancers import Balancer, PartitionBalancer
+from lightning_dynmo.planning.balancers import Balancer, Diffusion, DiffusionBalancer, PartitionBalancer, diffuse
 from lightning_dynmo.planning.decision import Prediction, predict
 from lightning_dynmo.planning.initial import initial_assignment
 from lightning_dynmo.planning.loads import (
@@ -22,6 +22,8 @@ __all__ = [
     "Assignment",
     "Balancer",
     "BalancingProblem",
+    "Diffusion",
+    "DiffusionBalancer",
     "LayerLoad",
     "LoadMetric",
     "MemoryLimits",
@@ -30,6 +32,7 @@ __all__ = [
     "Prediction",
     "bubble_ratio",
     "check_load_metric",
+    "diffuse",
     "expected_bubble_ratio",
     "idle_share",
     "imbalance",
