@@ -76,8 +76,8 @@ class DynMoStrategy(PipelineCheckpoints):
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
-        load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on, for
-            models in which layers skip some (see ``count_tokens``).
+        load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on,
+            for models in which layers skip some (see ``count_tokens``).
         move_when: ``"worthwhile"`` moves layers only if that gains more time than it costs, and takes back moves that
             failed to; ``"always"`` moves them whenever another split would be better at all.
         rank_speeds: Relative speeds of the ranks of a pipeline, such as ``[1.0, 1.0, 0.5]``; all equal by default.
