@@ -24,7 +24,8 @@ class Decision:
     Args:
         proposed: What the balancer asks for.
         target: The assignment to move to now; None to stay.
-        prediction: Time of the slowest rank now and under `proposed`, from smoothed loads, in their unit.
+        prediction: Time of the slowest rank now and under `proposed`, from smoothed loads, in their unit; where a move
+            is undone, as measured, relative to `proposed`.
         gain_s: Seconds per step that `proposed` is expected to save.
         cost_s: Seconds that the move to `proposed` is expected to take.
         reason: Why, as a clause for people.
