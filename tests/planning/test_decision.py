@@ -344,6 +344,18 @@ def test_a_split_that_does_not_fit_is_left_whatever_that_costs() -> None:
     assert "more memory than there is" in decision.reason
 
 
+@pytest.mark.parametrize("move_when", ["worthwhile", "always"])
+def test_and_nothing_goes_back_to_it(move_when: str) -> None:
+    ours, current = policy(1e-9, move_when=move_when), EVEN
+    for step in range(8):
+        ours.observe(BalancingProblem(UNEVEN, current, memory=limits(30)), step=step)
+        decision = ours.decide(horizon_steps=100)
+        if decision.target is not None:
+            ours.moved(decision, 0, 1e-9)
+            current = decision.target
+    assert current == UNIFORM
+
+
 class Broken(Balancer):
     @override
     def balance(self, problem: BalancingProblem) -> Assignment:
