@@ -125,7 +125,7 @@ class RebalancePolicy:
             self._seconds.restart()
             self._trial, self._undone = None, set()
         steps = 1 if changed or self._problem is None else max(step - self._step, 1)
-        self._add_regret(problem, timed.bottleneck(problem.current), steps)
+        self._add_regret(problem, None if changed else self._plan_gain, timed.bottleneck(problem.current), steps)
         if self._trial is not None and self._trial.after != problem.current:
             self._trial = None
         if self._trial is not None:
@@ -194,11 +194,11 @@ class RebalancePolicy:
             self._problem = replace(self._problem, current=assignment)
             self._make_plan(self._problem)
 
-    def _add_regret(self, problem: BalancingProblem, pace_s: float, steps: int) -> None:
+    def _add_regret(self, problem: BalancingProblem, promised: float | None, pace_s: float, steps: int) -> None:
         plan = self._plan
         if plan is None or plan == problem.current or plan in self._undone:
             return
-        self._regret.add(predict(problem, plan).gain, self._plan_gain, pace_s, steps, self.min_gain)
+        self._regret.add(predict(problem, plan).gain, promised, pace_s, steps, self.min_gain)
 
     def _make_plan(self, problem: BalancingProblem) -> None:
         self._no_plan = ""
