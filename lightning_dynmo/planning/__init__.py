@@ -2,7 +2,7 @@
 
 from lightning_dynmo.planning.assignment import Assignment, Move, moves_between
 from lightning_dynmo.planning.balancers import Balancer, Diffusion, DiffusionBalancer, PartitionBalancer, diffuse
-from lightning_dynmo.planning.decision import Prediction, predict
+from lightning_dynmo.planning.decision import Decision, MoveWhen, RebalancePolicy, check_move_when
 from lightning_dynmo.planning.initial import initial_assignment
 from lightning_dynmo.planning.loads import (
     LayerLoad,
@@ -16,22 +16,29 @@ from lightning_dynmo.planning.loads import (
     speedup,
     speedup_bound,
 )
+from lightning_dynmo.planning.migration_cost import MigrationCost
+from lightning_dynmo.planning.prediction import Prediction, predict
 from lightning_dynmo.planning.problem import BalancingProblem, MemoryLimits
 
 __all__ = [
     "Assignment",
     "Balancer",
     "BalancingProblem",
+    "Decision",
     "Diffusion",
     "DiffusionBalancer",
     "LayerLoad",
     "LoadMetric",
     "MemoryLimits",
+    "MigrationCost",
     "Move",
+    "MoveWhen",
     "PartitionBalancer",
     "Prediction",
+    "RebalancePolicy",
     "bubble_ratio",
     "check_load_metric",
+    "check_move_when",
     "diffuse",
     "expected_bubble_ratio",
     "idle_share",
