@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.optim import Optimizer
 
@@ -22,11 +22,15 @@ class Profile:
         loads: Cost of each layer.
         busy_s: Seconds in which each rank of a pipeline worked.
         step_s: Seconds of the iteration, of the slowest rank.
+        assignment: Which stage ran which layers.
+        num_microbatches: Microbatches of the iteration.
     """
 
     loads: tuple[LayerLoad, ...]
     busy_s: tuple[float, ...]
     step_s: float
+    assignment: Assignment
+    num_microbatches: int
 
     @property
     def wait_s(self) -> tuple[float, ...]:
@@ -40,7 +44,12 @@ class Profile:
 
 
 def gather_profile(
-    chain: LayerChain, timer: LayerTimer, groups: PipelineGroups, optimizers: Sequence[Optimizer]
+    chain: LayerChain,
+    timer: LayerTimer,
+    groups: PipelineGroups,
+    optimizers: Sequence[Optimizer],
+    assignment: Assignment,
+    num_microbatches: int,
 ) -> Profile:
     """Gathers what each rank measured of its layers in one iteration; every rank returns the same."""
     mine = {
@@ -58,7 +67,8 @@ def gather_profile(
         loads.update(part)
         busy_s.append(busy)
         step_s.append(step)
-    profile = Profile(tuple(loads[index] for index in range(len(chain))), tuple(busy_s), max(step_s))
+    costs = tuple(loads[index] for index in range(len(chain)))
+    profile = Profile(costs, tuple(busy_s), max(step_s), assignment, num_microbatches)
     return _slowest(groups.gather_replicas(profile))
 
 
@@ -74,7 +84,7 @@ def _slowest(profiles: Sequence[Profile]) -> Profile:
         for layer in zip(*(profile.loads for profile in profiles), strict=True)
     ]
     busy_s = tuple(map(max, *(profile.busy_s for profile in profiles))) if len(profiles) > 1 else profiles[0].busy_s
-    return Profile(tuple(loads), busy_s, max(profile.step_s for profile in profiles))
+    return replace(profiles[0], loads=tuple(loads), busy_s=busy_s, step_s=max(profile.step_s for profile in profiles))
 
 
 def agree_on(plan: Assignment, groups: PipelineGroups) -> None:

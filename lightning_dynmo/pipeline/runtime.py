@@ -215,7 +215,9 @@ class PipelineRuntime:
             self._run(order, self._iteration(inputs, last_step, step, timer), on_gradients)
         if timer is not None:
             begin = time.perf_counter()
-            self.profile = gather_profile(self.chain, timer, self.groups, self.optimizers)
+            self.profile = gather_profile(
+                self.chain, timer, self.groups, self.optimizers, self.assignment, num_microbatches
+            )
             self._profile_next = False
             self._overhead_s += time.perf_counter() - begin
 
