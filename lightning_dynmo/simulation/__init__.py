@@ -2,6 +2,8 @@
 
 from lightning_dynmo.simulation.actions import Action, ActionKind, Order
 from lightning_dynmo.simulation.costs import LayerCost, Network, StageCost, stage_costs
+from lightning_dynmo.simulation.execution import Span
+from lightning_dynmo.simulation.memory import in_flight
 from lightning_dynmo.simulation.recording import (
     RecordedStep,
     Recording,
@@ -10,19 +12,43 @@ from lightning_dynmo.simulation.recording import (
     read_recording,
     step_line,
 )
+from lightning_dynmo.simulation.timeline import Timeline, simulate, simulate_replicas
+from lightning_dynmo.simulation.traces import (
+    TRACES,
+    CostTrace,
+    EarlyExitTrace,
+    FreezingTrace,
+    MoDTrace,
+    MoETrace,
+    PruningTrace,
+    SparseAttentionTrace,
+)
 
 __all__ = [
+    "TRACES",
     "Action",
     "ActionKind",
+    "CostTrace",
+    "EarlyExitTrace",
+    "FreezingTrace",
     "LayerCost",
+    "MoDTrace",
+    "MoETrace",
     "Network",
     "Order",
+    "PruningTrace",
     "RecordedStep",
     "Recording",
+    "Span",
+    "SparseAttentionTrace",
     "StageCost",
+    "Timeline",
     "check_appendable",
     "header_line",
+    "in_flight",
     "read_recording",
+    "simulate",
+    "simulate_replicas",
     "stage_costs",
     "step_line",
 ]
