@@ -10,8 +10,11 @@ from lightning_dynmo.planning.loads import (
     bubble_ratio,
     check_load_metric,
     expected_bubble_ratio,
+    idle_share,
     imbalance,
     load_values,
+    speedup,
+    speedup_bound,
 )
 from lightning_dynmo.planning.migration_cost import MigrationCost
 from lightning_dynmo.planning.prediction import Prediction, predict
@@ -35,9 +38,12 @@ __all__ = [
     "check_load_metric",
     "check_move_when",
     "expected_bubble_ratio",
+    "idle_share",
     "imbalance",
     "initial_assignment",
     "load_values",
     "moves_between",
     "predict",
+    "speedup",
+    "speedup_bound",
 ]
