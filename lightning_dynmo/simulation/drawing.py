@@ -15,8 +15,8 @@ from lightning_dynmo.simulation.training import DENSE, OPTIMUM, STATIC, Comparis
 
 _DPI = 100
 _WIDTH = 12.0
-_COLORS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442")
-_GREYS = {DENSE: "#D9D9D9", STATIC: "#595959"}
+_STATIC_COLORS = {DENSE: "#D9D9D9", STATIC: "#4D4D4D"}
+_COLORS = ("#8C8C8C", "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442")
 _OPTIMUM_COLOR, _BOUND_COLOR = "#009E73", "#000000"
 _PARTS = (("profiling", "#56B4E9", ""), ("deciding", "#E69F00", "//"), ("migrating", "#009E73", ".."))
 _KINDS: dict[SpanKind, tuple[str, str]] = {
@@ -102,10 +102,7 @@ def draw_overhead(path: Path, comparisons: Mapping[str, Comparison], title: str)
         title: What was simulated.
     """
     rows = [
-        (scheme, run)
-        for scheme, found in comparisons.items()
-        for run in found.runs.values()
-        if run.profiling_s > 0
+        (scheme, run) for scheme, found in comparisons.items() for run in found.runs.values() if run.profiling_s > 0
     ]
     figure, (axes,) = _figure(1.8 + 0.28 * max(len(rows), 4), 1)
     lefts = [0.0] * len(rows)
@@ -113,7 +110,8 @@ def draw_overhead(path: Path, comparisons: Mapping[str, Comparison], title: str)
         shares = [100 * getattr(run, f"{part}_s") / run.total_s for _, run in rows]
         axes.barh(range(len(rows)), shares, left=lefts, color=color, hatch=hatch, edgecolor="white", label=part)
         lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
-    axes.set_yticks(range(len(rows)), [f"{scheme}: {run.name}" for scheme, run in rows])
+    axes.set_yticks(range(len(rows)), [f"{scheme.replace('_', ' ')}: {run.name}" for scheme, run in rows])
+    axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.invert_yaxis()
     axes.set_xlabel("share of the whole time (%)")
     axes.grid(axis="x", linewidth=0.5, alpha=0.6)
@@ -170,14 +168,12 @@ def _figure(height: float, num_panels: int) -> tuple[Any, Sequence[Any]]:
     return figure, list(panels)
 
 
-def _bars(
-    axes: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]], optima: Sequence[float]
-) -> None:
+def _bars(axes: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]], optima: Sequence[float]) -> None:
     """Draws a bar per group and name, and a line across each group for what is optimal."""
     width = 0.84 / len(values)
-    others = [name for name in values if name not in _GREYS]
+    others = [name for name in values if name not in _STATIC_COLORS]
     for position, (name, heights) in enumerate(values.items()):
-        color = _GREYS.get(name) or _COLORS[others.index(name) % len(_COLORS)]
+        color = _STATIC_COLORS.get(name) or _COLORS[others.index(name) % len(_COLORS)]
         hatch = "//" if name.endswith("parameters") else ""
         lefts = [group - 0.42 + width * (position + 0.5) for group in range(len(groups))]
         axes.bar(lefts, heights, width, color=color, hatch=hatch, edgecolor="white", linewidth=0.5, label=name)
@@ -195,7 +191,7 @@ def _bars(
 def _bounds(axes: Any, bounds: Sequence[float], values: Sequence[Sequence[float]]) -> None:
     """Draws what balancing can gain at most; far above everything else, a number at the upper edge says it."""
     highest = max(max(row) for row in values)
-    top = max(1.3 * highest, min(1.1 * max(bounds), 2.5 * highest))
+    top = max(1.3 * highest, min(1.1 * max(bounds), 3 * highest))
     axes.set_ylim(0, top)
     for group, bound in enumerate(bounds):
         inside = bound <= 0.93 * top
