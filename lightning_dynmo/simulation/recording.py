@@ -79,6 +79,7 @@ class RecordedStep:
                     input_gradient_s=input_s,
                     weight_gradient_s=backward_s - input_s,
                     trains=trains[index],
+                    activation_bytes=load.activation_bytes,
                     output_bytes=output_bytes,
                     gradient_bytes=4 * load.num_parameters if trains[index] else 0,
                 )
