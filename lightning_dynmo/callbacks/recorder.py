@@ -67,7 +67,8 @@ class ProfileRecorderCallback(Callback):
                 "data_parallel_size": runtime.groups.dp_size,
                 "schedule": runtime.schedule.name,
                 "stages_per_rank": runtime.stages_per_rank,
-                "balancer": type(runtime.balancer).__name__,
+                "balancer": type(runtime.rebalancer.policy.balancer).__name__,
+                "move_when": runtime.rebalancer.policy.move_when,
                 "load": runtime.load,
             }
             self._append(header_line(settings, trainer.global_step))

@@ -1,4 +1,4 @@
-"""LightningCLI with two more subcommands, `plan` and `simulate`, and errors that read well when all ranks raise them."""
+"""LightningCLI with two more subcommands, `plan` and `simulate`, and errors that read well when many ranks raise."""
 
 from __future__ import annotations
 

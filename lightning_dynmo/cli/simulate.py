@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_dynmo.cli.simulation_report import Report, print_report, write_files
 from lightning_dynmo.pipeline import check_num_microbatches, find_schedule
 from lightning_dynmo.pipeline.schedules import simulated_order
-from lightning_dynmo.planning import PartitionBalancer
+from lightning_dynmo.planning import DiffusionBalancer, PartitionBalancer
 from lightning_dynmo.simulation import TRACES, LayerCost, Network, Recording, read_recording
 from lightning_dynmo.simulation.drawing import check_drawing
 from lightning_dynmo.simulation.sources import RecordedCosts, RunCosts, TraceCosts
@@ -22,6 +22,8 @@ PLANS = (
     Plan("static parameters", balance="parameters"),
     Plan("Partition by time", balancer=PartitionBalancer()),
     Plan("Partition by parameters", balancer=PartitionBalancer(), load="parameters"),
+    Plan("Diffusion by time", balancer=DiffusionBalancer()),
+    Plan("Diffusion by parameters", balancer=DiffusionBalancer(), load="parameters"),
 )
 _RECORDED = ("scheme", "num_layers", "split_blocks", "forward_s", "state_bytes", "num_steps", "rebalance_every_n_steps")
 """What a recording says already."""

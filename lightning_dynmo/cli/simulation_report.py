@@ -75,8 +75,8 @@ def print_report(report: Report) -> None:
         _print_paper(console, report)
     if report.may_split:
         console.print(
-            "With fewer than 3 layers per stage there is little to balance. --split_blocks=true cuts blocks into attention "
-            "and MLP layers, as GPT(split_blocks=True) does."
+            "With fewer than 3 layers per stage there is little to balance. --split_blocks=true cuts blocks into "
+            "attention and MLP layers, as GPT(split_blocks=True) does."
         )
 
 
@@ -99,7 +99,7 @@ def write_files(folder: Path, report: Report, sources: Mapping[str, RunCosts], m
         best = max(_balanced(comparison), key=comparison.speedup, default=OPTIMUM)
         timelines = {}
         for when, run in (("before", STATIC), ("after", best)):
-            assignment = comparison.runs[run].assignments[-1]
+            assignment = comparison.runs[run].segments[-1].assignment
             stages = stage_costs(costs.layer_costs(step, 0), assignment)
             timeline = simulate(machine.order, machine.placement, stages, machine.network)
             write_chrome_trace(folder / f"step_{name}_{when}.json", timeline)
@@ -191,6 +191,6 @@ def _write_numbers(path: Path, report: Report) -> None:
                         *(scheme, name, run.training_s, run.profiling_s, run.deciding_s, run.migrating_s, run.total_s),
                         *(run.idleness, comparison.speedup(name), comparison.speedup(name, DENSE)),
                         *(comparison.speedup(OPTIMUM), comparison.speedup(OPTIMUM, DENSE), comparison.bound),
-                        *(run.num_moves, run.moved_layers, " ".join(map(str, run.assignments[-1].balance))),
+                        *(run.num_moves, run.moved_layers, " ".join(map(str, run.segments[-1].assignment.balance))),
                     ]
                 )

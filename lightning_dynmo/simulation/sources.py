@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from typing_extensions import override
 
@@ -16,17 +18,17 @@ from lightning_dynmo.simulation.traces import CostTrace, FreezingTrace, PruningT
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Steps of a training between two measurements.
+    """Steps of a training until the next measurement that is due.
 
     Args:
-        num_steps: How many.
+        first_step: Steps done before it.
+        last_step: The step at its end, which is measured.
         typical_step: The step whose costs stand for all of them.
-        last_step: The step at their end, which is measured.
     """
 
-    num_steps: int
-    typical_step: int
+    first_step: int
     last_step: int
+    typical_step: int
 
 
 class RunCosts(ABC):
@@ -34,11 +36,13 @@ class RunCosts(ABC):
 
     Attributes:
         num_layers: Number of layers L.
-        periods: The training, from measurement to measurement.
+        periods: The training, from one measurement that is due to the next.
+        between: Whether costs are known at the steps within a period too.
     """
 
     num_layers: int
     periods: Sequence[Period]
+    between: bool
 
     @abstractmethod
     def layer_costs(self, step: int, replica: int) -> Sequence[LayerCost]:
@@ -64,12 +68,12 @@ class RunCosts(ABC):
         """Returns whether a callback has changed the model between two steps, so that older measurements are void."""
         return False
 
-    def steps_until_change(self, step: int) -> int | None:
-        """Returns after how many steps a callback will change the model next; None if it will not, or nobody knows."""
+    def steps_until_change(self, step: int) -> float | None:
+        """Returns after how many steps a callback will change the model next; None where nobody knows."""
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TraceCosts(RunCosts):
     """Costs under a scheme, in closed form.
 
@@ -94,6 +98,7 @@ class TraceCosts(RunCosts):
     every_n_steps: int = 500
     split_blocks: bool = False
     seed: int = 0
+    between = True
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
@@ -105,23 +110,23 @@ class TraceCosts(RunCosts):
         """The training in equal parts; the last may be shorter."""
         begins = range(0, self.num_steps, self.every_n_steps)
         ends = [min(begin + self.every_n_steps, self.num_steps) for begin in begins]
-        return [Period(end - begin, (begin + end) // 2, end) for begin, end in zip(begins, ends, strict=True)]
+        return [Period(begin, end, (begin + end) // 2) for begin, end in zip(begins, ends, strict=True)]
 
     @override
     def layer_costs(self, step: int, replica: int) -> Sequence[LayerCost]:
-        return self._cut(self.trace.layer_costs(self.block, self.num_blocks, step, self._seed(replica)))
+        return _drawn(self, step, replica)
 
     @override
     def expected(self, step: int) -> Sequence[LayerCost]:
-        drawn = self.trace.layer_costs(self.block, self.num_blocks, step, self._seed(0))
-        costs = self.trace.costs(self.num_blocks, step, self._seed(0))
+        drawn = self.trace.layer_costs(self.block, self.num_blocks, step, self.seed_of(0))
+        costs = self.trace.costs(self.num_blocks, step, self.seed_of(0))
         expected = self.trace.expected(self.num_blocks, step)
         factors = [mean / cost if cost > 0 else 1.0 for mean, cost in zip(expected, costs, strict=True)]
-        return self._cut([_part(layer, factor) for layer, factor in zip(drawn, factors, strict=True)])
+        return self.cut([_part(layer, factor) for layer, factor in zip(drawn, factors, strict=True)])
 
     @override
     def dense(self) -> Sequence[LayerCost]:
-        return self._cut([self.block] * self.num_blocks)
+        return self.cut([self.block] * self.num_blocks)
 
     @override
     def num_parameters(self, step: int) -> Sequence[int]:
@@ -141,13 +146,16 @@ class TraceCosts(RunCosts):
         return self.trace.expected(self.num_blocks, before) != self.trace.expected(self.num_blocks, step)
 
     @override
-    def steps_until_change(self, step: int) -> int | None:
+    def steps_until_change(self, step: int) -> float | None:
+        if not isinstance(self.trace, PruningTrace | FreezingTrace):
+            return None
         # Pruned and frozen layers stay so: once the model has changed, it does not change back.
         steps = range(step + 1, self.num_steps + 1)
         first = bisect_left(steps, True, key=lambda later: self.changed(step, later))
-        return None if first == len(steps) else first + 1
+        return math.inf if first == len(steps) else first + 1
 
-    def _seed(self, replica: int) -> int:
+    def seed_of(self, replica: int) -> int:
+        """Returns the seed of a replica, which trains on data of its own."""
         return self.seed * 10_000 + replica
 
     def _divided(self, counts: Sequence[int]) -> Sequence[int]:
@@ -155,7 +163,8 @@ class TraceCosts(RunCosts):
             return counts
         return [part for count in counts for part in (count // 3, count - count // 3)]
 
-    def _cut(self, blocks: Sequence[LayerCost]) -> Sequence[LayerCost]:
+    def cut(self, blocks: Sequence[LayerCost]) -> Sequence[LayerCost]:
+        """Returns the layers of blocks: themselves, or attention and MLP of each."""
         if not self.split_blocks:
             return blocks
         layers = []
@@ -166,7 +175,7 @@ class TraceCosts(RunCosts):
         return layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordedCosts(RunCosts):
     """Costs as they were measured in a run; its first measurement takes the place of the dense model.
 
@@ -179,6 +188,7 @@ class RecordedCosts(RunCosts):
 
     recording: Recording
     output_bytes: int = 0
+    between = False
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
@@ -188,9 +198,8 @@ class RecordedCosts(RunCosts):
     @property
     def periods(self) -> Sequence[Period]:  # type: ignore[override]
         """From measurement to measurement."""
-        ends = [step.step for step in self.recording.steps]
-        begins = [0, *ends[:-1]]
-        return [Period(max(end - begin, 1), end, end) for begin, end in zip(begins, ends, strict=True)]
+        ends = sorted({step.step for step in self.recording.steps})
+        return [Period(begin, end, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True) if end > begin]
 
     @override
     def layer_costs(self, step: int, replica: int) -> Sequence[LayerCost]:
@@ -215,6 +224,13 @@ class RecordedCosts(RunCosts):
     def _at(self, step: int) -> RecordedStep:
         steps = self.recording.steps
         return steps[min(bisect_left([recorded.step for recorded in steps], step), len(steps) - 1)]
+
+
+@lru_cache(maxsize=4096)
+def _drawn(costs: TraceCosts, step: int, replica: int) -> Sequence[LayerCost]:
+    """Returns what a trace says; all plans ask for the same steps."""
+    blocks = costs.trace.layer_costs(costs.block, costs.num_blocks, step, costs.seed_of(replica))
+    return costs.cut(blocks)
 
 
 def _part(layer: LayerCost, factor: float) -> LayerCost:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from lightning_dynmo.planning import (
     Assignment,
@@ -17,6 +19,7 @@ from lightning_dynmo.planning import (
     RebalancePolicy,
     initial_assignment,
     moves_between,
+    speedup_bound,
 )
 from lightning_dynmo.simulation.actions import Order
 from lightning_dynmo.simulation.batch import StepTime, simulate_steps
@@ -27,7 +30,7 @@ DENSE, STATIC, OPTIMUM = "dense model", "static uniform", "optimum"
 """Names of the runs that all others are compared with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """The pipelines that train.
 
@@ -70,15 +73,29 @@ class Plan:
     load: LoadMetric = "time"
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Steps between two decisions.
+
+    Args:
+        num_steps: How many.
+        typical_step: The step whose costs stand for all of them.
+        assignment: The split that ran.
+    """
+
+    num_steps: int
+    typical_step: int
+    assignment: Assignment
+
+
 @dataclass(slots=True)
 class Run:
     """A training run.
 
     Attributes:
         name: Of the plan.
-        assignments: The split in each period.
-        times: A step of each period.
-        num_steps: Steps of each period.
+        segments: The steps.
+        times: A step of each segment.
         profiling_s: Seconds spent on measuring.
         deciding_s: Seconds spent on deciding, measured while the simulation decided.
         migrating_s: Seconds in which layers moved.
@@ -87,9 +104,8 @@ class Run:
     """
 
     name: str
-    assignments: list[Assignment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     times: list[StepTime] = field(default_factory=list)
-    num_steps: list[int] = field(default_factory=list)
     profiling_s: float = 0.0
     deciding_s: float = 0.0
     migrating_s: float = 0.0
@@ -99,7 +115,7 @@ class Run:
     @property
     def training_s(self) -> float:
         """Seconds of all steps."""
-        return sum(steps * time.makespan_s for steps, time in zip(self.num_steps, self.times, strict=True))
+        return sum(part.num_steps * time.makespan_s for part, time in zip(self.segments, self.times, strict=True))
 
     @property
     def total_s(self) -> float:
@@ -109,8 +125,8 @@ class Run:
     @property
     def idleness(self) -> float:
         """Share of the time of all steps in which ranks do not compute, in ``[0, 1]``."""
-        pairs = zip(self.num_steps, self.times, strict=True)
-        idle_s = sum(steps * time.makespan_s * time.bubble_ratio for steps, time in pairs)
+        pairs = zip(self.segments, self.times, strict=True)
+        idle_s = sum(part.num_steps * time.makespan_s * time.bubble_ratio for part, time in pairs)
         return idle_s / self.training_s if self.training_s > 0 else 0.0
 
 
@@ -132,9 +148,7 @@ class Comparison:
         return self.runs[over].total_s / self.runs[name].total_s
 
 
-def compare(
-    costs: RunCosts, machine: Machine, plans: Sequence[Plan], on_progress: Callable[[float], None] = lambda share: None
-) -> Comparison:
+def compare(costs: RunCosts, machine: Machine, plans: Sequence[Plan]) -> Comparison:
     """Simulates a training under each plan, with every layer equally often on a rank, and without the scheme.
 
     The optimum is the exact split for the expected costs of each period, with moves that cost nothing.
@@ -143,89 +157,101 @@ def compare(
         costs: What the layers cost.
         machine: What they train on.
         plans: Besides those that all are compared with.
-        on_progress: Called with the share that is done, in ``[0, 1]``.
     """
     uniform = Assignment.uniform(costs.num_layers, len(machine.placement))
     runs = {DENSE: Run(DENSE), STATIC: Run(STATIC), OPTIMUM: Run(OPTIMUM)}
     for period in costs.periods:
-        runs[DENSE].assignments.append(uniform)
-        runs[STATIC].assignments.append(uniform)
         problem = _problem(costs, machine, period.typical_step, uniform)
         expected = _seconds([costs.expected(period.typical_step)], machine)
-        runs[OPTIMUM].assignments.append(PartitionBalancer().balance(replace(problem, loads=expected)))
-    for number, plan in enumerate(plans):
-        on_progress(0.5 * number / len(plans))
-        runs[plan.name] = _balanced(costs, machine, plan)
-    on_progress(0.5)
+        best = PartitionBalancer().balance(replace(problem, loads=expected))
+        for name, assignment in ((DENSE, uniform), (STATIC, uniform), (OPTIMUM, best)):
+            num_steps = period.last_step - period.first_step
+            runs[name].segments.append(Segment(num_steps, period.typical_step, assignment))
+    for plan in plans:
+        runs[plan.name] = _Balancing(costs, machine, plan).run()
     _time_steps(costs, machine, runs)
-    on_progress(1.0)
     layers_of_rank = [0] * machine.num_ranks
     for stage, size in enumerate(uniform.balance):
         layers_of_rank[machine.placement[stage]] += size
-    return Comparison(runs, max(layers_of_rank))
+    return Comparison(runs, speedup_bound(layers_of_rank))
 
 
-def stages_at(costs: RunCosts, machine: Machine, assignment: Assignment, step: int) -> list[list[StageCost]]:
-    """Returns the costs of the stages in each replica at a step."""
-    return [stage_costs(costs.layer_costs(step, replica), assignment) for replica in range(machine.num_replicas)]
+class _Balancing:
+    """One training under one plan: its splits and what they cost. Its steps are timed later, many at once."""
 
+    def __init__(self, costs: RunCosts, machine: Machine, plan: Plan) -> None:
+        self._costs, self._machine, self._plan = costs, machine, plan
+        self._run = Run(plan.name)
+        names = ["Layer"] * costs.num_layers
+        self._assignment = initial_assignment(plan.balance, costs.num_parameters(0), names, len(machine.placement))
+        cost = MigrationCost(s_per_byte=1 / machine.network.bytes_per_s)
+        self._policy = None if plan.balancer is None else RebalancePolicy(plan.balancer, cost=cost)
+        self._measured_step = 0
+        self._measure_at: float = math.inf
 
-def _balanced(costs: RunCosts, machine: Machine, plan: Plan) -> Run:
-    """Returns a run with its splits and what they cost; its steps are timed later, many at once."""
-    run = Run(plan.name)
-    assignment = initial_assignment(plan.balance, costs.num_parameters(0), len(machine.placement))
-    cost = MigrationCost(s_per_byte=1 / machine.network.bytes_per_s)
-    policy = None if plan.balancer is None else RebalancePolicy(plan.balancer, cost=cost)
-    measured = 0
-    for number, period in enumerate(costs.periods):
-        run.assignments.append(assignment)
-        if policy is None or number == len(costs.periods) - 1:
-            continue
-        step, remaining = period.last_step, costs.periods[-1].last_step - period.last_step
-        problem = _problem(costs, machine, step, assignment)
-        drawn = [costs.layer_costs(step, replica) for replica in range(machine.num_replicas)]
-        seconds = _seconds(drawn, machine)
-        loads = seconds if plan.load == "time" else [float(count) for count in costs.num_parameters(step)]
-        changed, horizon = costs.changed(measured, step), costs.steps_until_change(step)
+    def run(self) -> Run:
+        """Returns the run."""
+        last_step = self._costs.periods[-1].last_step
+        for period in self._costs.periods:
+            begin = period.first_step
+            while begin < period.last_step:
+                end = int(min(period.last_step, self._measure_at))
+                self._run.segments.append(Segment(end - begin, period.typical_step, self._assignment))
+                if self._policy is not None and end < last_step:
+                    self._rebalance(self._policy, end, last_step - end)
+                begin = end
+        return self._run
+
+    def _rebalance(self, policy: RebalancePolicy, step: int, remaining: int) -> None:
+        costs, machine, run = self._costs, self._machine, self._run
+        problem = _problem(costs, machine, step, self._assignment)
+        seconds = _measured(costs, machine, step)
+        loads = seconds if self._plan.load == "time" else [float(count) for count in costs.num_parameters(step)]
+        changed, until_change = costs.changed(self._measured_step, step), costs.steps_until_change(step)
+        horizon = None if until_change is None else min(until_change, remaining)
         begin_s = time.perf_counter()
         policy.observe(replace(problem, loads=loads), step=step, seconds=seconds, changed=changed)
-        decision = policy.decide(horizon_steps=horizon, remaining_steps=remaining)
+        decision = policy.decide(horizon_steps=horizon, at_most_steps=remaining)
         run.deciding_s += time.perf_counter() - begin_s
         run.profiling_s += machine.profiling_s
+        self._measured_step = step
+        wanted = costs.between and decision.measure_in is not None
+        self._measure_at = step + decision.measure_in if wanted and decision.measure_in is not None else math.inf
         if decision.target is not None:
-            assignment = _move(run, policy, decision, problem, machine)
-        measured = step
-    return run
+            self._move(policy, decision, problem)
 
-
-def _move(
-    run: Run, policy: RebalancePolicy, decision: Decision, problem: BalancingProblem, machine: Machine
-) -> Assignment:
-    assert decision.target is not None
-    moves = [
-        move
-        for move in moves_between(problem.current, decision.target)
-        if machine.placement[move.source] != machine.placement[move.target]
-    ]
-    # Each rank sends and receives at the same time, one layer after the other; the busiest one ends last.
-    seconds = [[0.0] * machine.num_ranks for _ in range(2)]
-    for move in moves:
-        size = problem.state_bytes[move.layer] if problem.state_bytes is not None else 0
-        for direction, stage in enumerate((move.source, move.target)):
-            seconds[direction][machine.placement[stage]] += (
-                machine.network.latency_s + size / machine.network.bytes_per_s
-            )
-    slowest_s = max(max(part) for part in seconds)
-    policy.moved(decision, problem.moved_bytes(decision.target), slowest_s)
-    run.migrating_s += slowest_s
-    run.num_moves += 1
-    run.moved_layers += len(moves)
-    return decision.target
+    def _move(self, policy: RebalancePolicy, decision: Decision, problem: BalancingProblem) -> None:
+        assert decision.target is not None
+        assert problem.state_bytes is not None
+        placement, network = self._machine.placement, self._machine.network
+        moves = [
+            move
+            for move in moves_between(problem.current, decision.target)
+            if placement[move.source] != placement[move.target]
+        ]
+        # Each rank sends and receives at the same time, one layer after the other; the busiest one ends last.
+        sending_s, receiving_s = [0.0] * self._machine.num_ranks, [0.0] * self._machine.num_ranks
+        for move in moves:
+            seconds = network.latency_s + problem.state_bytes[move.layer] / network.bytes_per_s
+            sending_s[placement[move.source]] += seconds
+            receiving_s[placement[move.target]] += seconds
+        slowest_s = max(*sending_s, *receiving_s)
+        policy.moved(decision, problem.moved_bytes(decision.target), slowest_s)
+        self._assignment = decision.target
+        self._run.migrating_s += slowest_s
+        self._run.num_moves += 1
+        self._run.moved_layers += len(moves)
 
 
 def _problem(costs: RunCosts, machine: Machine, step: int, current: Assignment) -> BalancingProblem:
     loads = [0.0] * costs.num_layers
     return BalancingProblem(loads, current, machine.placement, costs.state_bytes(step))
+
+
+@lru_cache(maxsize=512)
+def _measured(costs: RunCosts, machine: Machine, step: int) -> list[float]:
+    """Returns what a measured step says of each layer; all plans measure at the same steps."""
+    return _seconds([costs.layer_costs(step, replica) for replica in range(machine.num_replicas)], machine)
 
 
 def _seconds(replicas: Sequence[Sequence[LayerCost]], machine: Machine) -> list[float]:
@@ -241,22 +267,17 @@ def _step_seconds(layers: Sequence[LayerCost], machine: Machine) -> list[float]:
 
 
 def _time_steps(costs: RunCosts, machine: Machine, runs: Mapping[str, Run]) -> None:
-    """Times each period of each run by a typical step; equal splits of a step are simulated once."""
-    cases: dict[tuple[int, Assignment], list[list[StageCost]]] = {}
+    """Times a typical step of each segment; the same step with the same split is simulated once."""
+    cases: dict[tuple[int | None, Assignment], list[list[StageCost]]] = {}
     for name, run in runs.items():
-        for period, assignment in zip(costs.periods, run.assignments, strict=True):
-            step = -1 if name == DENSE else period.typical_step
-            if (step, assignment) not in cases:
-                cases[step, assignment] = (
-                    [stage_costs(costs.dense(), assignment)] * machine.num_replicas
-                    if name == DENSE
-                    else stages_at(costs, machine, assignment, step)
-                )
+        for segment in run.segments:
+            step = None if name == DENSE else segment.typical_step
+            if (step, segment.assignment) not in cases:
+                cases[step, segment.assignment] = [
+                    stage_costs(costs.dense() if step is None else costs.layer_costs(step, replica), segment.assignment)
+                    for replica in range(machine.num_replicas)
+                ]
     times = simulate_steps(machine.order, machine.placement, list(cases.values()), machine.network)
     found = dict(zip(cases, times, strict=True))
     for name, run in runs.items():
-        run.num_steps = [period.num_steps for period in costs.periods]
-        run.times = [
-            found[-1 if name == DENSE else period.typical_step, assignment]
-            for period, assignment in zip(costs.periods, run.assignments, strict=True)
-        ]
+        run.times = [found[None if name == DENSE else part.typical_step, part.assignment] for part in run.segments]
