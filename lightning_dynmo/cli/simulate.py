@@ -120,7 +120,7 @@ def simulate(options: SimulateOptions) -> None:
         if time.monotonic() - begin_s > _QUIET_S and len(comparisons) < len(sources):
             sys.stderr.write(f"{len(comparisons)} of {len(sources)} schemes are simulated\n")
     report = Report(
-        title=f"{len(machine.placement)} stages × {machine.num_replicas} replicas, {num_layers} layers, {schedule}, "
+        title=f"{len(machine.placement)} stages × {machine.num_replicas} pipelines, {num_layers} layers, {schedule}, "
         f"{machine.num_microbatches} microbatches",
         assumptions=_assumptions(options, recording),
         comparisons=comparisons,

@@ -35,6 +35,10 @@ _PAPER_SPEEDUPS = {
 """What the paper reports, and over which of the two baselines that can be."""
 
 
+_LEAST_WIDTH = 110
+"""Below which tables would break numbers apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What came of a simulation.
@@ -61,6 +65,7 @@ class Report:
 def print_report(report: Report) -> None:
     """Prints the tables, and what is to be known about them."""
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, _LEAST_WIDTH)
     console.print(f"{report.title}\n")
     _print_idleness(console, report)
     _print_throughput(console, report)
@@ -69,7 +74,8 @@ def print_report(report: Report) -> None:
     bounds = {comparison.bound for comparison in report.comparisons.values()}
     console.print(
         f"Bound: with {max(bounds)} layers on a rank, moving whole layers gains at most a factor of {max(bounds)} over "
-        "the static split, whatever they cost. Optimum: the exact split for each step's expected costs, moves for free."
+        "the static split, whatever they cost. Optimum: the exact split for each step's expected costs, with moves for free; what "
+        "is drawn anew in every step nobody can foresee."
     )
     if not report.is_recorded:
         _print_paper(console, report)
@@ -110,52 +116,53 @@ def write_files(folder: Path, report: Report, sources: Mapping[str, RunCosts], m
 
 def _balanced(comparison: Comparison) -> list[str]:
     """Returns the names of the runs that measure and may move layers."""
-    return [name for name, run in comparison.runs.items() if run.profiling_s > 0]
+    return [name for name, run in comparison.runs.items() if run.num_measurements]
 
 
 def _print_idleness(console: Console, report: Report) -> None:
-    names = [name for name in next(iter(report.comparisons.values())).runs if name != OPTIMUM] + [OPTIMUM]
-    paper = [] if report.is_recorded else ["paper"]
-    table = new_table(
-        "Idle share of training steps (figure 1)", ["scheme", *map(report.label, names), *paper], words=["scheme"]
-    )
-    for scheme, comparison in report.comparisons.items():
-        cells = [f"{comparison.runs[name].idleness:.1%}" for name in names]
-        table.add_row(scheme, *cells, *([_PAPER_IDLENESS[scheme]] if paper else []))
+    table = new_table("Idle share of training steps (figure 1)", ["balancer", *report.comparisons], words=["balancer"])
+    names = next(iter(report.comparisons.values())).runs
+    for name in [*(name for name in names if name != OPTIMUM), OPTIMUM]:
+        shares = [comparison.runs[name].idleness for comparison in report.comparisons.values()]
+        table.add_row(report.label(name), *(f"{share:.1%}" for share in shares))
+    if not report.is_recorded:
+        table.add_section()
+        table.add_row("the paper", *(_PAPER_IDLENESS[scheme] for scheme in report.comparisons))
     console.print(table)
 
 
 def _print_throughput(console: Console, report: Report) -> None:
     dense = report.label(DENSE)
-    columns = ["scheme", "balancer", "time", f"over {STATIC}", "optimum", "bound", f"over {dense}", "optimum", "bound"]
     table = new_table(
-        f"Throughput, as speed-up over the dynamic model with a static partition and over the {dense} (figure 3)",
-        columns,
-        words=["scheme", "balancer"],
+        f"Throughput: speed-up over the dynamic model with a static split, and over the {dense} (figure 3)",
+        ["balancer", "steps/s", "over static", "optimum", "bound", "over dense", "optimum", "bound"],
+        words=["balancer"],
     )
     for scheme, comparison in report.comparisons.items():
+        table.add_row(scheme)
         for name, run in comparison.runs.items():
             if name in (DENSE, OPTIMUM):
                 continue
             cells = []
             for baseline in (STATIC, DENSE):
                 bound = comparison.bound * comparison.speedup(STATIC, baseline)
-                numbers = (comparison.speedup(name, baseline), comparison.speedup(OPTIMUM, baseline))
-                cells += [*(f"{number:.2f}×" for number in numbers), f"{bound:.2f}×"]
-            table.add_row(scheme if name == STATIC else "", name, f"{run.total_s:,.1f} s", *cells)
+                numbers = (comparison.speedup(name, baseline), comparison.speedup(OPTIMUM, baseline), bound)
+                cells += [f"{number:.2f}×" for number in numbers]
+            table.add_row(f"  {name}", f"{run.steps_per_s:.4g}", *cells)
         table.add_section()
     console.print(table)
 
 
 def _print_overhead(console: Console, report: Report) -> None:
-    columns = ["scheme", "balancer", "profiling", "deciding", "migrating", "together", "moves", "layers moved"]
-    table = new_table("Overhead, as share of the whole time (figure 4)", columns, words=["scheme", "balancer"])
+    columns = ["balancer", "profiling", "deciding", "migrating", "together", "measured", "moves", "layers moved"]
+    table = new_table("Overhead, as share of the whole time (figure 4)", columns, words=["balancer"])
     for scheme, comparison in report.comparisons.items():
-        for number, name in enumerate(_balanced(comparison)):
+        table.add_row(scheme)
+        for name in _balanced(comparison):
             run = comparison.runs[name]
             parts = [run.profiling_s, run.deciding_s, run.migrating_s]
             cells = [f"{part / run.total_s:.4%}" for part in (*parts, sum(parts))]
-            table.add_row("" if number else scheme, name, *cells, str(run.num_moves), str(run.moved_layers))
+            table.add_row(f"  {name}", *cells, *map(str, (run.num_measurements, run.num_moves, run.moved_layers)))
         table.add_section()
     console.print(table)
 
@@ -165,8 +172,9 @@ def _print_paper(console: Console, report: Report) -> None:
     for scheme, comparison in report.comparisons.items():
         factor, baseline = _PAPER_SPEEDUPS[scheme]
         reached = comparison.speedup(OPTIMUM, baseline)
-        if reached < factor:
-            far.append(f"{scheme} {factor}× over {baseline} (here {reached:.2f}× at best)")
+        last = comparison.runs[baseline].times[-1].makespan_s / comparison.runs[OPTIMUM].times[-1].makespan_s
+        if max(reached, last) < factor:
+            far.append(f"{scheme} {factor}× over {baseline} (here at best {reached:.2f}×, in the end {last:.2f}×)")
     if far:
         console.print(
             f"The paper reports more than moving layers can give under these costs: {'; '.join(far)}. Its pipelines of "
@@ -179,18 +187,29 @@ def _write_numbers(path: Path, report: Report) -> None:
         writer = csv.writer(file)
         writer.writerow(
             [
-                *("scheme", "run", "training_s", "profiling_s", "deciding_s", "migrating_s", "total_s", "idleness"),
+                *("scheme", "run", "num_steps", "training_s", "profiling_s", "deciding_s", "migrating_s", "total_s"),
+                "idleness",
                 *("over_static", "over_dense", "optimum_over_static", "optimum_over_dense", "bound_over_static"),
-                *("num_moves", "moved_layers", "last_balance"),
+                *("num_measurements", "num_moves", "moved_layers", "last_balance"),
             ]
         )
         for scheme, comparison in report.comparisons.items():
             for name, run in comparison.runs.items():
                 writer.writerow(
                     [
-                        *(scheme, name, run.training_s, run.profiling_s, run.deciding_s, run.migrating_s, run.total_s),
+                        *(
+                            scheme,
+                            name,
+                            run.num_steps,
+                            run.training_s,
+                            run.profiling_s,
+                            run.deciding_s,
+                            run.migrating_s,
+                            run.total_s,
+                        ),
                         *(run.idleness, comparison.speedup(name), comparison.speedup(name, DENSE)),
                         *(comparison.speedup(OPTIMUM), comparison.speedup(OPTIMUM, DENSE), comparison.bound),
-                        *(run.num_moves, run.moved_layers, " ".join(map(str, run.segments[-1].assignment.balance))),
+                        *(run.num_measurements, run.num_moves, run.moved_layers),
+                        " ".join(map(str, run.segments[-1].assignment.balance)),
                     ]
                 )

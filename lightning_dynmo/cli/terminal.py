@@ -88,5 +88,5 @@ def new_table(title: str, columns: Sequence[str], words: Collection[str] = ()) -
     """
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="left" if column in words else "right")
+        table.add_column(column, justify="left" if column in words else "right", no_wrap=column in words)
     return table

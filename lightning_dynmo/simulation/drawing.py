@@ -102,7 +102,7 @@ def draw_overhead(path: Path, comparisons: Mapping[str, Comparison], title: str)
         title: What was simulated.
     """
     rows = [
-        (scheme, run) for scheme, found in comparisons.items() for run in found.runs.values() if run.profiling_s > 0
+        (scheme, run) for scheme, found in comparisons.items() for run in found.runs.values() if run.num_measurements
     ]
     figure, (axes,) = _figure(1.8 + 0.28 * max(len(rows), 4), 1)
     lefts = [0.0] * len(rows)

@@ -99,6 +99,7 @@ class Run:
         profiling_s: Seconds spent on measuring.
         deciding_s: Seconds spent on deciding, measured while the simulation decided.
         migrating_s: Seconds in which layers moved.
+        num_measurements: Steps that were measured, each followed by a decision.
         num_moves: Rebalances that moved layers.
         moved_layers: Layers moved by them.
     """
@@ -109,8 +110,14 @@ class Run:
     profiling_s: float = 0.0
     deciding_s: float = 0.0
     migrating_s: float = 0.0
+    num_measurements: int = 0
     num_moves: int = 0
     moved_layers: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return sum(part.num_steps for part in self.segments)
 
     @property
     def training_s(self) -> float:
@@ -121,6 +128,11 @@ class Run:
     def total_s(self) -> float:
         """Seconds of all steps and of all that balancing costs."""
         return self.training_s + self.profiling_s + self.deciding_s + self.migrating_s
+
+    @property
+    def steps_per_s(self) -> float:
+        """Throughput, with all that balancing costs."""
+        return self.num_steps / self.total_s if self.total_s > 0 else 0.0
 
     @property
     def idleness(self) -> float:
@@ -214,6 +226,7 @@ class _Balancing:
         decision = policy.decide(horizon_steps=horizon, at_most_steps=remaining)
         run.deciding_s += time.perf_counter() - begin_s
         run.profiling_s += machine.profiling_s
+        run.num_measurements += 1
         self._measured_step = step
         wanted = costs.between and decision.measure_in is not None
         self._measure_at = step + decision.measure_in if wanted and decision.measure_in is not None else math.inf
