@@ -194,12 +194,13 @@ def _bounds(axes: Any, bounds: Sequence[float], values: Sequence[Sequence[float]
     top = max(1.3 * highest, min(1.1 * max(bounds), 3 * highest))
     axes.set_ylim(0, top)
     for group, bound in enumerate(bounds):
-        inside = bound <= 0.93 * top
-        height = bound if inside else 0.93 * top
+        inside = bound <= 0.97 * top
+        height = bound if inside else 0.95 * top
         label = "granularity bound" if group == 0 else None
         marker = "v" if inside else "^"
         axes.plot([group], [height], marker, color=_BOUND_COLOR, markersize=9, label=label, zorder=5)
-        axes.annotate(f"{bound:.1f}×", (group, height), (9, 0), textcoords="offset points", va="center")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.annotate(f"{bound:.1f}×", (group, height), (9, 0), textcoords="offset points", va="center", bbox=box)
 
 
 def _legend(figure: Any, axes: Any) -> None:
