@@ -143,7 +143,7 @@ class TraceCosts(RunCosts):
     def changed(self, before: int, step: int) -> bool:
         if not isinstance(self.trace, PruningTrace | FreezingTrace):  # others change without anybody's doing
             return False
-        return self.trace.expected(self.num_blocks, before) != self.trace.expected(self.num_blocks, step)
+        return self._state(before) != self._state(step)
 
     @override
     def steps_until_change(self, step: int) -> float | None:
@@ -153,6 +153,9 @@ class TraceCosts(RunCosts):
         steps = range(step + 1, self.num_steps + 1)
         first = bisect_left(steps, True, key=lambda later: self.changed(step, later))
         return math.inf if first == len(steps) else first + 1
+
+    def _state(self, step: int) -> tuple[Sequence[float], Sequence[int]]:
+        return self.trace.expected(self.num_blocks, step), self.num_parameters(step)
 
     def seed_of(self, replica: int) -> int:
         """Returns the seed of a replica, which trains on data of its own."""
