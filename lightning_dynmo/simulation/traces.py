@@ -180,7 +180,7 @@ def _densities(num_layers: int, spread: float, sparsity: float) -> tuple[float, 
     scales = [1 + spread * (2 * layer / max(num_layers - 1, 1) - 1) for layer in range(num_layers)]
     if sparsity <= 0:
         return (1.0,) * num_layers
-    low, high = 0.0, 40.0  # erfc of the upper one is 0 in floating point
+    low, high = 0.0, 40.0  # no weight is as large as the upper one, 20 standard deviations or more
     while low < (middle := (low + high) / 2) < high:
         densities = tuple(math.erfc(middle / (scale * math.sqrt(2))) for scale in scales)
         low, high = (middle, high) if math.fsum(densities) / num_layers > 1 - sparsity else (low, middle)

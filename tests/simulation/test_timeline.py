@@ -8,6 +8,7 @@ import pytest
 
 from lightning_dynmo.pipeline import execution
 from lightning_dynmo.pipeline.schedules import find_schedule, simulated_order
+from lightning_dynmo.planning import speedup
 from lightning_dynmo.simulation import Network, Span, StageCost, Timeline, simulate, simulate_replicas
 from lightning_dynmo.simulation.execution import MAX_SENDING
 from tests.simulation.orders import run, stage, written
@@ -225,6 +226,19 @@ def test_weights_fill_two_thirds_of_the_bubble(schedule: str, num_ranks: int) ->
     assert bubble_s == num_ranks - 1
     interleaved_s = run("interleaved1f1b", stages, num_microbatches).makespan_s
     assert interleaved_s - 2 * num_microbatches * 3.0 == 3 * bubble_s
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.25, 0.08), (0.18, 0.04)], ids=["moe", "mod"])
+def test_the_papers_speedups_are_those_of_simulated_steps(before: float, after: float) -> None:
+    def simulated(idle: float) -> Timeline:
+        """Two stages of work 1 in all: 24 microbatches take 1 + 23 times the larger, and both ranks work for 24."""
+        larger = (24 / (2 * (1 - idle)) - 1) / 23
+        return run("gpipe", [stage(larger / 4, larger * 3 / 4), stage((1 - larger) / 4, (1 - larger) * 3 / 4)], 24)
+
+    static, balanced = simulated(before), simulated(after)
+    assert (static.bubble_ratio, balanced.bubble_ratio) == pytest.approx((before, after), abs=1e-12)
+    assert static.makespan_s / balanced.makespan_s == pytest.approx((1 - after) / (1 - before), rel=1e-12)
+    assert static.makespan_s / balanced.makespan_s == pytest.approx(speedup(before, after), rel=1e-12)
 
 
 # Replicas.
