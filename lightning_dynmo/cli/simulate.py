@@ -14,8 +14,8 @@ from lightning_dynmo.pipeline import check_num_microbatches, find_schedule
 from lightning_dynmo.pipeline.schedules import simulated_order
 from lightning_dynmo.planning import DiffusionBalancer, PartitionBalancer
 from lightning_dynmo.simulation import TRACES, LayerCost, Network, Recording, read_recording
-from lightning_dynmo.simulation.drawing import check_drawing
 from lightning_dynmo.simulation.sources import RecordedCosts, RunCosts, TraceCosts
+from lightning_dynmo.simulation.timeline_drawing import new_figure
 from lightning_dynmo.simulation.training import Comparison, Machine, Plan, compare
 
 PLANS = (
@@ -214,11 +214,13 @@ def _machine(options: SimulateOptions, num_layers: int, recording: Recording | N
 
 
 def _folder(output: str) -> Path:
-    check_drawing()
     folder = Path(output)
     try:
+        new_figure(1.0, 1.0)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "simulation.csv").touch()
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error} Or leave --output away.") from None
     except OSError as error:
         raise ValueError(
             f"Cannot write to --output={output}: {error.strerror}. Choose another folder, for example --output=figures."

@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_dynmo.cli.terminal import new_table
-from lightning_dynmo.simulation import simulate, stage_costs
-from lightning_dynmo.simulation.chrome import write_chrome_trace
-from lightning_dynmo.simulation.drawing import draw_idleness, draw_overhead, draw_throughput, draw_timelines
+from lightning_dynmo.simulation import draw_timelines, simulate, stage_costs, write_trace
+from lightning_dynmo.simulation.comparison_drawing import draw_idleness, draw_overhead, draw_throughput
 from lightning_dynmo.simulation.sources import RunCosts
 from lightning_dynmo.simulation.training import DENSE, OPTIMUM, STATIC, Comparison, Machine
 
@@ -108,7 +107,7 @@ def write_files(folder: Path, report: Report, sources: Mapping[str, RunCosts], m
             assignment = comparison.runs[run].segments[-1].assignment
             stages = stage_costs(costs.layer_costs(step, 0), assignment)
             timeline = simulate(machine.order, machine.placement, stages, machine.network)
-            write_chrome_trace(folder / f"step_{name}_{when}.json", timeline)
+            write_trace(folder / f"step_{name}_{when}.json", timeline)
             timelines[f"{when} ({run})"] = timeline
         draw_timelines(folder / f"step_{name}.png", timelines, f"{name}, step {step}: {report.title}")
     Console(highlight=False, soft_wrap=True).print(f"Figures, numbers and steps are in {folder}")

@@ -1,4 +1,4 @@
-"""Whole trainings: times that follow from single steps, moves at the network's bandwidth, and what balancing cannot do."""
+"""Whole trainings: times that follow from single steps, moves at the network's bandwidth, and no harm by balancing."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Figures of simulated pipelines, as PNG files 1200 pixels wide. Needs matplotlib, which is imported when it is used.
+"""Pictures of simulated trainings, 1200 pixels wide, in the form of the paper's figures 1, 3 and 4.
 
 Colours are those of Okabe and Ito, which stay apart for the colour-blind; where two are alike, hatches tell them apart.
 """
@@ -7,42 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lightning_dynmo.simulation.execution import SpanKind
-from lightning_dynmo.simulation.timeline import Timeline
+from lightning_dynmo.simulation.timeline_drawing import new_figure
 from lightning_dynmo.simulation.training import DENSE, OPTIMUM, STATIC, Comparison
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _DPI = 100
-_WIDTH = 12.0
+_WIDTH_INCHES = 12.0
 _STATIC_COLORS = {DENSE: "#D9D9D9", STATIC: "#4D4D4D"}
 _COLORS = ("#8C8C8C", "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442")
 _OPTIMUM_COLOR, _BOUND_COLOR = "#009E73", "#000000"
 _PARTS = (("profiling", "#56B4E9", ""), ("deciding", "#E69F00", "//"), ("migrating", "#009E73", ".."))
-_KINDS: dict[SpanKind, tuple[str, str]] = {
-    "forward": ("forward", "#56B4E9"),
-    "backward": ("backward", "#E69F00"),
-    "input_backward": ("backward, gradients of inputs", "#E69F00"),
-    "weight_backward": ("backward, gradients of weights", "#009E73"),
-    "gradient_sum": ("sum of gradients over replicas", "#CC79A7"),
-    "update": ("optimizer", "#000000"),
-}
-
-
-def check_drawing() -> None:
-    """Checks that figures can be drawn.
-
-    Raises:
-        ValueError: If matplotlib is missing.
-    """
-    try:
-        import matplotlib.backends.backend_agg
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"Figures need matplotlib, which cannot be imported ({error}). Install it with "
-            "pip install 'lightning-dynmo[plots]', or leave --output away."
-        ) from None
 
 
 def draw_idleness(path: Path, comparisons: Mapping[str, Comparison], title: str) -> None:
@@ -65,7 +44,7 @@ def draw_idleness(path: Path, comparisons: Mapping[str, Comparison], title: str)
     axes.set_ylim(0, 100)
     axes.set_title(title, loc="left")
     _legend(figure, axes)
-    _save(figure, path)
+    figure.savefig(path, dpi=_DPI)
 
 
 def draw_throughput(path: Path, comparisons: Mapping[str, Comparison], title: str) -> None:
@@ -90,7 +69,7 @@ def draw_throughput(path: Path, comparisons: Mapping[str, Comparison], title: st
         axes.set_title(f"over: {words}", loc="left")
     figure.suptitle(title, x=0.01, ha="left")
     _legend(figure, panels[0])
-    _save(figure, path)
+    figure.savefig(path, dpi=_DPI)
 
 
 def draw_overhead(path: Path, comparisons: Mapping[str, Comparison], title: str) -> None:
@@ -118,57 +97,19 @@ def draw_overhead(path: Path, comparisons: Mapping[str, Comparison], title: str)
     axes.set_axisbelow(True)
     axes.set_title(title, loc="left")
     _legend(figure, axes)
-    _save(figure, path)
+    figure.savefig(path, dpi=_DPI)
 
 
-def draw_timelines(path: Path, timelines: Mapping[str, Timeline], title: str) -> None:
-    """Draws what each rank does when, one panel per timeline, all on the same time axis.
-
-    Args:
-        path: The file.
-        timelines: By what they show.
-        title: What was simulated.
-    """
-    num_ranks = max(len(timeline.busy_s) for timeline in timelines.values())
-    figure, panels = _figure(len(timelines) * (1.2 + 0.16 * num_ranks) + 0.8, len(timelines))
-    for axes, (words, timeline) in zip(panels, timelines.items(), strict=True):
-        for kind, (label, color) in _KINDS.items():
-            spans = [span for span in timeline.spans if span.kind == kind]
-            for rank in range(num_ranks):
-                bars = [(span.begin_s, span.end_s - span.begin_s) for span in spans if span.rank == rank]
-                if bars:
-                    height = 0.3 if kind == "gradient_sum" else 0.8  # it goes on beside the computations
-                    low = rank + 0.1 if kind == "gradient_sum" else rank - 0.4
-                    axes.broken_barh(bars, (low, height), facecolor=color, edgecolor="white", linewidth=0.1)
-            if spans:
-                axes.plot([], [], color=color, linewidth=6, label=label)
-        axes.axvline(timeline.makespan_s, color="black", linestyle="--", linewidth=1)
-        axes.set_ylim(num_ranks - 0.4, -0.6)
-        axes.set_xlim(0, 1.02 * max(other.makespan_s for other in timelines.values()))
-        axes.set_ylabel("rank")
-        axes.set_title(f"{words}: {timeline.makespan_s:.3g} s, idle {timeline.bubble_ratio:.0%}", loc="left")
-    panels[-1].set_xlabel("seconds from the begin of the step")
-    figure.suptitle(title, x=0.01, ha="left")
-    _legend(figure, panels[0])
-    _save(figure, path)
-
-
-def _figure(height: float, num_panels: int) -> tuple[Any, Sequence[Any]]:
-    """Returns a figure that no interactive session knows of, and its panels from top to bottom."""
-    check_drawing()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(num_panels, 1, squeeze=False)[:, 0]
+def _figure(height_inches: float, num_panels: int) -> tuple[Figure, list[Axes]]:
+    """Returns a figure and its panels from top to bottom."""
+    figure = new_figure(_WIDTH_INCHES, height_inches)
+    panels = list(figure.subplots(num_panels, 1, squeeze=False)[:, 0])
     for axes in panels:
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    return figure, list(panels)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
 
 
-def _bars(axes: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]], optima: Sequence[float]) -> None:
+def _bars(axes: Axes, groups: Sequence[str], values: Mapping[str, Sequence[float]], optima: Sequence[float]) -> None:
     """Draws a bar per group and name, and a line across each group for what is optimal."""
     width = 0.84 / len(values)
     others = [name for name in values if name not in _STATIC_COLORS]
@@ -188,7 +129,7 @@ def _bars(axes: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]
     axes.set_axisbelow(True)
 
 
-def _bounds(axes: Any, bounds: Sequence[float], values: Sequence[Sequence[float]]) -> None:
+def _bounds(axes: Axes, bounds: Sequence[float], values: Sequence[Sequence[float]]) -> None:
     """Draws what balancing can gain at most; far above everything else, a number at the upper edge says it."""
     highest = max(max(row) for row in values)
     top = max(1.3 * highest, min(1.1 * max(bounds), 3 * highest))
@@ -203,11 +144,7 @@ def _bounds(axes: Any, bounds: Sequence[float], values: Sequence[Sequence[float]
         axes.annotate(f"{bound:.1f}×", (group, height), (9, 0), textcoords="offset points", va="center", bbox=box)
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=_DPI)
