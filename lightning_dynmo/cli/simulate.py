@@ -49,7 +49,7 @@ class SimulateOptions:
         message_bytes: Bytes that a layer hands to the next, per microbatch. Default: 16e6, or 0 if recorded.
         bytes_per_s: Bandwidth between ranks.
         latency_s: Seconds that a message takes, whatever its size.
-        profiling_s: Seconds that measuring a step costs.
+        profiling_s: Seconds that measuring a step costs. Default: 0.05, or as recorded.
         num_steps: Steps of the training.
         rebalance_every_n_steps: Steps from one measurement to the next.
         seed: Decides what is random in a scheme.
@@ -72,7 +72,7 @@ class SimulateOptions:
     message_bytes: float | None = None
     bytes_per_s: float = 25e9
     latency_s: float = 2e-5
-    profiling_s: float = 0.05
+    profiling_s: float | None = None
     num_steps: int = 10_000
     rebalance_every_n_steps: int = 500
     seed: int = 0
@@ -133,10 +133,10 @@ def simulate(options: SimulateOptions) -> None:
 
 
 def _assumptions(options: SimulateOptions, recording: Recording | None) -> str:
-    network = f"{options.bytes_per_s / 1e9:.3g} GB/s and {options.latency_s * 1e6:.3g} us per message"
     common = (
-        f"Messages and moves take {network}, a measurement {options.profiling_s * 1e3:.3g} ms. Decisions are those of "
-        "RebalancePolicy, timed on this machine."
+        f"Messages and moves take {options.bytes_per_s / 1e9:.3g} GB/s and {options.latency_s * 1e6:.3g} us each, a "
+        f"measurement {_profiling_s(options, recording) * 1e3:.3g} ms. Decisions are those of RebalancePolicy, timed on "
+        "this machine."
     )
     if recording is not None:
         return (
@@ -148,6 +148,12 @@ def _assumptions(options: SimulateOptions, recording: Recording | None) -> str:
         f"layer of {options.forward_s * 1e3:.3g} ms forward and twice that backward. One step stands for "
         f"{options.rebalance_every_n_steps} of {options.num_steps}. {common}"
     )
+
+
+def _profiling_s(options: SimulateOptions, recording: Recording | None) -> float:
+    if options.profiling_s is not None:
+        return options.profiling_s
+    return 0.05 if recording is None else recording.measurement_s
 
 
 def _recorded(options: SimulateOptions, recording: Recording) -> dict[str, RunCosts]:
@@ -208,7 +214,7 @@ def _machine(options: SimulateOptions, num_layers: int, recording: Recording | N
         num_microbatches=num_microbatches,
         num_replicas=options.num_replicas or num_replicas,
         network=Network(options.latency_s, options.bytes_per_s, options.bytes_per_s),
-        profiling_s=options.profiling_s,
+        profiling_s=_profiling_s(options, recording),
     )
     return machine, schedule.name
 

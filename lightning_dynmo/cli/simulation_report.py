@@ -134,7 +134,7 @@ def _print_throughput(console: Console, report: Report) -> None:
     dense = report.label(DENSE)
     table = new_table(
         f"Throughput: speed-up over the dynamic model with a static split, and over the {dense} (figure 3)",
-        ["balancer", "steps/s", "over static", "optimum", "bound", "over dense", "optimum", "bound"],
+        ["balancer", "steps/s", "over static", "optimum", "bound", f"over {dense.split()[0]}", "optimum", "bound"],
         words=["balancer"],
     )
     for scheme, comparison in report.comparisons.items():

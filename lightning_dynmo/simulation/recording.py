@@ -7,7 +7,9 @@ line again, with the step from which it goes on: what an earlier run recorded be
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from lightning_dynmo.planning import Assignment, LayerLoad
@@ -98,6 +100,13 @@ class Recording:
 
     settings: Mapping[str, Any]
     steps: tuple[RecordedStep, ...]
+
+    @property
+    def measurement_s(self) -> float:
+        """What a measurement typically cost, in seconds: how much the overhead grew from one line to the next."""
+        overheads = [0.0, *(step.overhead_s for step in self.steps)]
+        grown = [after - before for before, after in pairwise(overheads) if after > before]  # it restarts with a run
+        return median_low(grown) if grown else 0.0
 
 
 def header_line(settings: Mapping[str, Any], first_step: int) -> str:

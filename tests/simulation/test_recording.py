@@ -123,6 +123,13 @@ def test_costs_are_those_of_a_microbatch_and_add_up_to_what_was_measured() -> No
             assert 4 * total == pytest.approx(measured[stage], rel=1e-12)
 
 
+def test_a_measurement_costs_what_the_overhead_grows_by_from_line_to_line(tmp_path: Path) -> None:
+    overheads = [0.5, 0.75, 3.75, 4.0, 0.25, 0.5]  # a move in between, and a resumed run
+    lines = [step_line(replace(STEP, step=step, overhead_s=found)) for step, found in enumerate(overheads)]
+
+    assert read_recording(written(tmp_path / "run.jsonl", header_line({}, 0), *lines)).measurement_s == 0.25
+
+
 def changed(**values: object) -> str:
     return json.dumps({**json.loads(step_line(STEP)), **values}) + "\n"
 
