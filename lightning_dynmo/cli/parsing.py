@@ -24,13 +24,17 @@ _OPTION = "--trainer.strategy"
 _load_yaml = get_loader("yaml")
 
 
-class DynMoParser(LightningArgumentParser):
-    """Lightning's parser, whose errors say in a few lines what is wrong and what was probably meant."""
+class BriefParser(ArgumentParser):
+    """A parser whose errors say in a few lines what is wrong and what was probably meant."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # Parsers of nested settings raise their message, which becomes part of one that is shown.
         super().error(shorten(message) if self.exit_on_error else message, ex)
+
+
+class DynMoParser(BriefParser, LightningArgumentParser):
+    """Lightning's parser, with brief errors."""
 
     @override
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +50,7 @@ class DynMoParser(LightningArgumentParser):
         """
         about = str(inspect.getdoc(options)).splitlines()[0]
         usage = f"{self.prog} {name} [options]"
-        parser = ArgumentParser(prog=self.prog, usage=usage, formatter_class=self.formatter_class)
+        parser = BriefParser(prog=self.prog, usage=usage, formatter_class=self.formatter_class)
         parser.add_class_arguments(options)
         self._subcommands.add_subcommand(name, parser, help=about)
 

@@ -135,8 +135,8 @@ def simulate(options: SimulateOptions) -> None:
 def _assumptions(options: SimulateOptions, recording: Recording | None) -> str:
     common = (
         f"Messages and moves take {options.bytes_per_s / 1e9:.3g} GB/s and {options.latency_s * 1e6:.3g} us each, a "
-        f"measurement {_profiling_s(options, recording) * 1e3:.3g} ms. Decisions are those of RebalancePolicy, timed on "
-        "this machine."
+        f"measurement {_profiling_s(options, recording) * 1e3:.3g} ms. Decisions are those of RebalancePolicy, timed "
+        "on this machine."
     )
     if recording is not None:
         return (

@@ -252,8 +252,13 @@ def test_what_cannot_be_simulated_is_one_error(
 def test_an_unknown_option_ends_with_the_usage(tmp_path: Path) -> None:
     code, output = run(tmp_path, "simulate", "--stages=4")
     assert code == 2
-    assert "lightning-dynmo simulate [options]" in output
-    assert "Traceback" not in output
+    assert "usage: lightning-dynmo simulate [options]" in output
+    assert "unrecognized arguments: --stages=4" in output
+
+    code, output = run(tmp_path, "simulate", "--num_stages=four")
+    assert code == 2
+    assert "num_stages:\n  - Expected a <class 'int'>\n" in output
+    assert "Subtypes" not in output
 
 
 def test_help_lists_it_and_fits_on_a_page(tmp_path: Path) -> None:
