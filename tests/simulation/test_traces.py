@@ -41,7 +41,7 @@ NUM_SEEDS = 400
 def idle_shares(loads: Sequence[float], num_stages: int, balanced: float) -> tuple[float, float]:
     """Returns the idle share under the uniform split and under the best."""
     uniform = Assignment.uniform(len(loads), num_stages)
-    best = PartitionBalancer().balance(BalancingProblem(loads, uniform))
+    best = PartitionBalancer(tolerance=0.0).balance(BalancingProblem(loads, uniform))
     before, after = (idle_share(split.stage_loads(loads), balanced) for split in (uniform, best))
     assert 1 - 1e-12 <= speedup(before, after) <= speedup_bound(uniform.balance) + 1e-12
     return before, after
@@ -71,7 +71,7 @@ def test_best_split_is_best_and_its_gain_is_predicted(
     trace: CostTrace, num_layers: int, num_stages: int, balanced: float, idle_static: str, idle_oracle: str
 ) -> None:
     loads, uniform = trace.costs(num_layers, SETTLED), Assignment.uniform(num_layers, num_stages)
-    best = PartitionBalancer().balance(BalancingProblem(loads, uniform))
+    best = PartitionBalancer(tolerance=0.0).balance(BalancingProblem(loads, uniform))
     before, after = (idle_share(split.stage_loads(loads), balanced) for split in (uniform, best))
     gain = predict(BalancingProblem(loads, uniform), best).gain
     assert 1 / (1 - gain) == pytest.approx(speedup(before, after), rel=1e-12)

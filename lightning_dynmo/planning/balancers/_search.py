@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -15,8 +14,8 @@ from lightning_dynmo.planning.balancers._costs import Costs, Ints
 _Number = TypeVar("_Number", np.int64, np.float64)
 _Floats: TypeAlias = NDArray[np.float64]
 
-# What an objective falls by less than this share is rounding.
-_ROUNDING = 1e-12
+# An objective that differs in later digits only is the same.
+_DIGITS = 10
 
 # First a norm of the ranks' times is made small: of a power high enough to look at the slowest ranks, and low enough to
 # go on where several are equally slow, so that no shift makes all of them faster. Their maximum comes second.
@@ -28,10 +27,10 @@ _FORBIDDEN = 1e30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
-    """What comes of splits: times of ranks ``[..., R]``, bytes that the neediest lacks, and moved bytes, ``[...]``."""
+    """What comes of splits: times of ranks ``[..., R]``, bytes that they lack together, and moved bytes, ``[...]``."""
 
     times: _Floats
-    lacking: Ints
+    lacking: _Floats
     moved: Ints
 
 
@@ -49,9 +48,13 @@ class Search:
         self._on_rank = np.equal.outer(costs.ranks, np.arange(len(costs.speeds))).astype(np.int64)
         self._speeds = np.array(costs.relative_speeds)
 
+    def slowest(self, borders: Sequence[int]) -> float:
+        """Returns the time of the slowest rank."""
+        return float(self._outcome(borders).times.max())
+
     def faster(self, borders: Sequence[int]) -> list[int]:
         """Returns a split whose slowest rank is about as fast as shifts of two borders can make it, once all fit."""
-        usual = float(self._outcome(borders).times.max()) or 1.0
+        usual = self.slowest(borders) or 1.0
 
         def norm(outcome: _Outcome) -> _Floats:
             norms: _Floats = np.sum((outcome.times / usual) ** _POWER, axis=-1)
@@ -63,12 +66,11 @@ class Search:
 
         return self._descend(self._descend(borders, norm), maximum)
 
-    def fewer_moved_bytes(self, borders: Sequence[int], limit: Fraction) -> list[int]:
+    def fewer_moved_bytes(self, borders: Sequence[int], limit: float) -> list[int]:
         """Returns a split that moves at most as many bytes, and is within the limit where the given one is."""
-        within = float(min(limit * max(self._costs.speeds), Fraction(2**1000)))
 
         def moved(outcome: _Outcome) -> _Floats:
-            forbidden = (outcome.times.max(axis=-1) > within) | (outcome.lacking > 0)
+            forbidden = (outcome.times.max(axis=-1) > limit) | (outcome.lacking > 0)
             bytes_or_forbidden: _Floats = outcome.moved + forbidden * _FORBIDDEN
             return bytes_or_forbidden
 
@@ -77,16 +79,19 @@ class Search:
     def _descend(self, borders: Sequence[int], objective: Callable[[_Outcome], _Floats]) -> list[int]:
         best = np.array(borders)
         value = float(objective(self._outcome(best)))
-        while True:
+        while value > 0:
             shifts = self._shifts(best)
             values = objective(self._outcome_of_pairs(best, shifts))
             values[(_pairs(np.diff(shifts)) + np.diff(best) < 1).any(axis=-1)] = np.inf  # each stage needs a layer
             np.fill_diagonal(values, np.inf)  # behind a layer that is shifted lies another one
-            first, second = np.unravel_index(np.argmin(values), values.shape)
-            if not values[first, second] < value - _ROUNDING * abs(value):
-                return [int(border) for border in best]
+            # Rounded, for what rounding makes better is not, and the same in every unit of the loads.
+            shares = np.round(values / value, _DIGITS)
+            first, second = np.unravel_index(np.argmin(shares), shares.shape)
+            if shares[first, second] >= 1:
+                break
             value = float(values[first, second])
             best = best + shifts[first] + shifts[second]
+        return [int(border) for border in best]
 
     def _shifts(self, borders: Ints) -> Ints:
         """Returns what can be added to the borders, ``[N, S + 1]``: nothing, or one more or less at one of them."""
@@ -106,8 +111,8 @@ class Search:
         )
 
     def _combine(self, times: _Floats, held: Ints, moved: Ints) -> _Outcome:
-        lacking = np.maximum((held - np.array(self._costs.caps or [0], np.int64)).max(axis=-1), 0)
-        return _Outcome(times, lacking, moved[..., 0])
+        lacking = np.maximum(held - np.array(self._costs.caps or [0], np.int64), 0)
+        return _Outcome(times, lacking.sum(axis=-1, dtype=np.float64), moved[..., 0])
 
     def _parts(self, borders: Ints) -> tuple[_Floats, Ints, Ints]:
         """Returns what can be added up: times and bytes of the ranks, ``[..., R]``, and moved bytes ``[..., 1]``."""

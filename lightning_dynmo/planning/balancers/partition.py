@@ -95,15 +95,25 @@ def _anywhere(costs: Costs, current: list[int], slack: Fraction) -> list[int]:
     by_stages = _on_own_ranks(
         replace(costs, ranks=tuple(range(costs.num_stages)), speeds=speeds, held=None), current, slack
     )
-    search = Search(costs)
     uniform = [0, *accumulate(Assignment.uniform(costs.num_layers, costs.num_stages).balance)]
-    splits = [current, *map(search.faster, (current, by_stages, uniform))]
-    fitting = [split for split in splits if costs.lacking_bytes(split) <= 0]
+    first = (current, by_stages, uniform)
+    search = Search(costs)
+    fitting = [split for split in (current, *map(search.faster, first)) if costs.lacking_bytes(split) <= 0]
     if not fitting:
-        raise _does_not_fit(costs, min(map(costs.lacking_bytes, splits)), "was found that keeps")
-    limit = min(map(costs.bottleneck, fitting)) * slack
-    within = [split for split in fitting if costs.bottleneck(split) <= limit]
+        raise _does_not_fit(costs, _enough_bytes(costs, first), "was found that keeps")
+    limit = min(map(search.slowest, fitting)) * float(slack)
+    within = [split for split in fitting if search.slowest(split) <= limit]
     return min((search.fewer_moved_bytes(split, limit) for split in within), key=costs.moved_bytes)
+
+
+def _enough_bytes(costs: Costs, first: Sequence[Sequence[int]]) -> int:
+    """Returns how many bytes more on each rank let the search find a split that fits."""
+    more = lacking = 0
+    while more == 0 or lacking > 0:
+        more += lacking
+        eased = replace(costs, caps=tuple(cap + more for cap in costs.caps))
+        lacking = min(eased.lacking_bytes(Search(eased).faster(split)) for split in first)
+    return more
 
 
 def _does_not_fit(costs: Costs, lacking: int, found: str = "keeps") -> ValueError:
