@@ -77,8 +77,8 @@ class DynMoStrategy(PipelineCheckpoints):
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
-        load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on, for
-            models in which layers skip some (see ``count_tokens``).
+        load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on,
+            for models in which layers skip some (see ``count_tokens``).
         move_when: ``"worthwhile"`` moves layers only if that gains more time than it costs, and takes back moves that
             failed to; ``"always"`` moves them whenever another split would be better at all.
         rank_speeds: Relative speeds of the ranks of a pipeline, such as ``[1.0, 1.0, 0.5]``; all equal by default.
@@ -306,7 +306,7 @@ class DynMoStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._together(f"optimizer step of {self._what_is_here()}"):  # names who has run out of memory
+        with self._together(f"optimizer step of {self.steps.here}"):  # names who has run out of memory
             return super().optimizer_step(*args, **kwargs)
 
     @override
@@ -359,13 +359,6 @@ class DynMoStrategy(PipelineCheckpoints):
         self._balance_by_time = self.balance == "time"
         counts, names = [size.num_parameters for size in chain.sizes], [type(layer).__name__ for layer in chain.layers]
         return initial_assignment(self.balance, counts, names, num_stages)
-
-    def _what_is_here(self) -> str:
-        """Returns stages and layers of this rank, for errors."""
-        runtime = self.runtime
-        layers = runtime.chain.owned
-        stages = sorted({runtime.assignment.stage_of(layer) for layer in layers})
-        return f"stage {', '.join(map(str, stages))}, layers {', '.join(map(str, layers))}"
 
     def _make_whole(self, runtime: PipelineRuntime) -> None:
         """Gives every rank the whole model, and rank 0 the optimizers' state, so that it can save by itself."""
