@@ -50,7 +50,7 @@ def fit(
 def test_what_is_measured_is_recorded_with_the_split_that_ran_and_what_moved(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 
-    seen, _ = run_distributed(fit, 2, str(path), 12, None, 1000, 5, timeout_s=90)
+    seen, _ = run_distributed(fit, 2, str(path), 12, None, 1000, 5, {"move_when": "always"}, timeout_s=90)
 
     recording = read_recording(path)
     assert [step.step for step in recording.steps] == [step for step, _ in seen] == [2, 5, 10]
