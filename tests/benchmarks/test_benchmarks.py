@@ -16,7 +16,7 @@ import pytest
 
 from lightning_dynmo.pipeline.schedules import SCHEDULES
 from lightning_dynmo.planning import Assignment
-from lightning_dynmo.simulation import LayerCost
+from lightning_dynmo.simulation import TRACES, LayerCost
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISION = 1e-3  # of a ratio computed from a table's microseconds
@@ -188,3 +188,47 @@ def test_parity_sees_what_does_not_hold(
     assert failures(near, near, found) == ["gpipe"]
     assert failures(near, zero, near) == ["the"]
     assert "ratio: max_relative_difference_fp32 nan" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("null", [False, True])
+def test_balancers(null: bool) -> None:
+    output = run_benchmark("balancers.py", *(["--null"] if null else []))
+    tables, ratios = tables_of(output), ratios_of(output)
+    schemes, units, diffusion = tables["Schemes"], tables["Units"], tables["Diffusion"]
+    placements, large = tables["Placements"], tables["Large"]
+
+    def worst_of(balancer: str) -> float:
+        own = [row for row in schemes if row["balancer"] == balancer]
+        return max(float(row["bottleneck_ms"]) / float(row["optimum_ms"]) for row in own)
+
+    expected = {f"{name}_over_optimum_worst_scheme": worst_of(name) for name in ("partition", "diffusion")}
+    expected["original_bisection_over_optimum_worst_scheme"] = worst_of("original_bisection")
+    bottlenecks = {(row["scheme"], row["balancer"]): float(row["bottleneck_ms"]) for row in schemes}
+    for scheme in TRACES:
+        gain = bottlenecks[scheme, "uniform"] / bottlenecks[scheme, "partition"]
+        expected[f"uniform_over_partition_{scheme}"] = gain
+        assert gain <= float(schemes[0]["bound"]) == 4
+    assert units[-1]["dense_layer_s"] == "0.0001"
+    expected["original_over_optimum_at_1e-4_s"] = float(units[-1]["original_bisection"])
+    expected["partition_over_optimum_at_1e-4_s"] = float(units[-1]["partition"])
+    expected["diffusion_over_optimum_mean"] = statistics.mean(column(diffusion, "mean"))
+    expected["diffusion_above_optimum_in_largest_layers"] = max(column(diffusion, "most_in_layers"))
+    expected["diffusion_rounds_of_lemma_2"] = max(
+        float(row["most_rounds"]) / float(row["lemma_2"]) for row in diffusion
+    )
+    for shape in ("v", "loop"):
+        own = [float(row["mean"]) for row in placements if row["placement"] == shape]
+        expected[f"{shape}_over_optimum_mean"] = statistics.mean(own)
+    expected["plan_1000x64_ms"] = min(column(large, "plain_ms"))
+    assert ratios == pytest.approx(expected, rel=PRECISION)
+    assert len(large) >= 5
+    # What is no measurement of time does not depend on the machine, so the bounds are part of the test.
+    if null:
+        assert {value for name, value in ratios.items() if name.startswith("uniform_over_partition_")} == {1.0}
+        assert ratios["v_over_optimum_mean"] > 1.05
+    else:
+        assert ratios["partition_over_optimum_worst_scheme"] <= 1.01
+        assert ratios["diffusion_above_optimum_in_largest_layers"] <= 1.001
+        assert ratios["diffusion_rounds_of_lemma_2"] <= 1
+        assert ratios["v_over_optimum_mean"] == 1

@@ -68,6 +68,20 @@ def test_settings_on_the_command_line_combine_with_the_short_form(cli: Command, 
     assert "Warning" not in output
 
 
+def test_a_first_split_by_type(cli: Command) -> None:
+    (cli.folder / "short.yaml").write_text(SHORT)
+    (cli.folder / "typed.yaml").write_text(CONFIG.replace("balance: [3, 1]", "balance: type:block$"))
+
+    for arguments in (("short.yaml", "--trainer.strategy.balance=type:block"), ("typed.yaml",)):
+        code, output = cli("plan", "--config", *arguments)
+        assert code == 0, output
+        assert "First split, balance=[2, 2]" in output
+    code, output = cli("plan", "--config", "short.yaml", "--trainer.strategy.balance=type:decoder")
+    assert code != 0
+    assert "balance='type:decoder' to match the class name of a layer, but the classes are " in output
+    assert "Traceback" not in output
+
+
 def test_lists_in_yaml_and_for_a_subcommand(cli: Command) -> None:
     nested = "plan:\n" + "".join(f"  {line}\n" for line in SHORT.splitlines())
     listed = SHORT.replace(

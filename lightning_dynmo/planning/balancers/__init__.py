@@ -1,4 +1,7 @@
-"""Balancers: one file each. A new one is imported here by name, so that editors and type checkers see it."""
+"""Balancers: one file each; files with an underscore are parts of `PartitionBalancer`, one for each kind of placement.
+
+A new balancer is imported here by name, so that editors and type checkers see it.
+"""
 
 from lightning_dynmo.planning.balancers.base import Balancer
 from lightning_dynmo.planning.balancers.diffusion import Diffusion, DiffusionBalancer, diffuse, most_rounds

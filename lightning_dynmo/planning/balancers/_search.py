@@ -57,7 +57,8 @@ class Search:
         usual = self.slowest(borders) or 1.0
 
         def norm(outcome: _Outcome) -> _Floats:
-            norms: _Floats = np.sum((outcome.times / usual) ** _POWER, axis=-1)
+            with np.errstate(over="ignore"):  # of splits that are out of the question
+                norms: _Floats = np.sum((outcome.times / usual) ** _POWER, axis=-1)
             return norms + outcome.lacking * _FORBIDDEN
 
         def maximum(outcome: _Outcome) -> _Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -24,6 +25,7 @@ from lightning_dynmo.planning.problem import BalancingProblem
 # that has one layer has at most one largest layer. Times of any two stages differ by no more than the potential, so the
 # time of x_s is at most the mean time plus gamma times that. No split is faster than the mean, or than a stage's fixed
 # cost. So with equal speeds the slowest stage is at most one largest layer, and gamma times the mean, above the best.
+# The third phase makes no pair of stages slower.
 
 # A layer is handed on if that brings the border nearer by more than rounding, as a share of the mean time of a stage.
 _ROUNDING = 1e-9
@@ -36,7 +38,7 @@ class Diffusion:
     Args:
         assignment: The split; the current one where no better one was found.
         diffusing_rounds: Rounds in which divisible load flowed.
-        handing_rounds: Rounds in which layers were handed to neighbours.
+        handing_rounds: Rounds in which layers were handed to neighbours, first by the flows and then by times.
         potentials: Sum of the gaps between neighbours' times, over the mean time, before each of the diffusing rounds
             and after the last.
     """
@@ -51,9 +53,9 @@ class DiffusionBalancer(Balancer):
     """Evens out neighbouring stages, round after round, as stages could that know nothing but their neighbours' times.
 
     Handing layers to less loaded neighbours until nobody gains by it ends far from balance: a slope on which each stage
-    has one layer more than the next is stable. So there are two phases, as is usual for diffusion (Cybenko, "Dynamic
-    load balancing for distributed memory multiprocessors", 1989; Hu and Blake, "An improved diffusion algorithm for
-    dynamic load balancing", 1999):
+    has one layer more than the next is stable. So load is diffused before layers move (Cybenko, "Dynamic load balancing
+    for distributed memory multiprocessors", 1989; Hu and Blake, "An improved diffusion algorithm for dynamic load
+    balancing", 1999):
 
     1. In each round, load flows from each stage to each less loaded neighbour, as if it were divisible: at most what
        would make those two equal, so that the potential (the sum of the gaps between neighbours' times) never rises. It
@@ -61,6 +63,7 @@ class DiffusionBalancer(Balancer):
        remembered. As in the paper's Lemma 2 the number of rounds is at most `most_rounds`.
     2. In each round, each stage hands its outermost layers to its neighbours as long as that brings an edge nearer to
        what is to flow over it. A stage keeps its last layer, and refuses layers that do not fit into its rank's memory.
+    3. Then neighbours hand over layers as long as that makes the slower of the two faster.
 
     With equal speeds and enough memory, the slowest stage is at most one largest layer (and gamma times the mean) above
     the best split there is; in any case the result is not slower than the current split, and fits in memory if that
@@ -115,10 +118,12 @@ def diffuse(problem: BalancingProblem, gamma: float = 1e-3) -> Diffusion:
         return Diffusion(problem.current, 0, 0, (0.0,))
     loads, costs = loads / largest, costs / largest
     mean = (loads.sum() + costs.sum()) / speeds.sum()
-    shares = (loads / mean).tolist()
-    flows, potentials = _flows(np.array(problem.current.stage_loads(shares)), costs / mean, speeds, gamma)
-    handing = _Handing(problem, shares, flows)
-    rounds = handing.run()
+    shares, costs = (loads / mean).tolist(), costs / mean
+    stage_loads = np.array(problem.current.stage_loads(shares))
+    flows, potentials = _flows(stage_loads, costs, speeds, gamma)
+    times = ((stage_loads + costs) / speeds).tolist()
+    handing = _Handing(problem, shares, times, speeds.tolist(), flows)
+    rounds = handing.follow_flows() + handing.exchange()
     found = Assignment(tuple(end - start for start, end in pairwise(handing.borders)))
     if _order(problem, found) >= _order(problem, problem.current):
         found = problem.current
@@ -149,46 +154,79 @@ def _flows(
 
 
 class _Handing:
-    """The second phase: layers go over the edges, in whole.
+    """Layers go to neighbours, in whole, and counted in the unit of the mean time.
 
     Args:
         problem: What is to be balanced.
-        loads: Loads of the layers, in the unit of the flows.
-        flows: What is still to go to the right over each edge, ``[S - 1]``.
+        loads: Loads of the layers.
+        times: Time of each stage, ``[S]``.
+        speeds: Speed of each stage, ``[S]``.
+        flows: What is to go to the right over each edge, ``[S - 1]``.
     """
 
-    def __init__(self, problem: BalancingProblem, loads: list[float], flows: list[float]) -> None:
+    def __init__(
+        self,
+        problem: BalancingProblem,
+        loads: list[float],
+        times: list[float],
+        speeds: list[float],
+        flows: list[float],
+    ) -> None:
         self._problem = problem
         self._loads = loads
+        self._times = times
+        self._speeds = speeds
         self._flows = flows
         self._held = list(problem.rank_bytes(problem.current))
         self.borders = [0, *accumulate(problem.current.balance)]
 
-    def run(self) -> int:
-        """Hands layers over until no edge wants or allows another; returns the rounds that took."""
-        rounds = 0
-        while sum([self._over(edge) for parity in (0, 1) for edge in range(parity, len(self._flows), 2)]):
-            rounds += 1
+    def follow_flows(self) -> int:
+        """Hands layers over until no edge comes nearer to its flow; returns the rounds that took."""
+        return self._rounds(self._follow_flow)
+
+    def exchange(self) -> int:
+        """Hands layers over until no two neighbours gain by it; returns the rounds that took."""
+        return self._rounds(self._exchange)
+
+    def _rounds(self, hand_one: Callable[[int], bool]) -> int:
+        """In each round, each stage deals with one neighbour and then with the other."""
+        rounds, handed = 0, True
+        while handed:
+            handed = False
+            for edge in (*range(0, len(self._flows), 2), *range(1, len(self._flows), 2)):
+                while hand_one(edge):
+                    handed = True
+            rounds += handed
         return rounds
 
-    def _over(self, edge: int) -> int:
-        """Hands layers over one edge, between the stages ``edge`` and ``edge + 1``; returns how many."""
-        count = 0
-        while self._hand_one(edge):
-            count += 1
-        return count
+    def _follow_flow(self, edge: int) -> bool:
+        to_right = self._flows[edge] > 0
+        load = self._loads[self._outermost(edge, to_right)]
+        return load < 2 * abs(self._flows[edge]) - _ROUNDING and self._hand(edge, to_right)
 
-    def _hand_one(self, edge: int) -> bool:
-        flow, border = self._flows[edge], self.borders[edge + 1]
-        giver, taker = (edge, edge + 1) if flow > 0 else (edge + 1, edge)
-        layer = border - 1 if flow > 0 else border
-        if self.borders[giver + 1] - self.borders[giver] == 1 or self._loads[layer] >= 2 * abs(flow) - _ROUNDING:
+    def _exchange(self, edge: int) -> bool:
+        left, right = self._times[edge : edge + 2]
+        to_right = left > right
+        load = self._loads[self._outermost(edge, to_right)]
+        taker = edge + to_right
+        return self._times[taker] + load / self._speeds[taker] < max(left, right) - _ROUNDING and self._hand(
+            edge, to_right
+        )
+
+    def _outermost(self, edge: int, to_right: bool) -> int:
+        """Returns the layer that would go over an edge, between the stages ``edge`` and ``edge + 1``."""
+        return self.borders[edge + 1] - to_right
+
+    def _hand(self, edge: int, to_right: bool) -> bool:
+        """Hands a layer over an edge, unless it is the giver's last or the taker refuses it; returns whether."""
+        giver, taker = (edge, edge + 1) if to_right else (edge + 1, edge)
+        layer = self._outermost(edge, to_right)
+        if self.borders[giver + 1] - self.borders[giver] == 1 or not self._takes(giver, taker, layer):
             return False
-        if not self._takes(giver, taker, layer):
-            return False
-        step = 1 if flow > 0 else -1
-        self._flows[edge] -= step * self._loads[layer]
-        self.borders[edge + 1] -= step
+        self._times[giver] -= self._loads[layer] / self._speeds[giver]
+        self._times[taker] += self._loads[layer] / self._speeds[taker]
+        self._flows[edge] -= self._loads[layer] if to_right else -self._loads[layer]
+        self.borders[edge + 1] += -1 if to_right else 1
         return True
 
     def _takes(self, giver: int, taker: int, layer: int) -> bool:
