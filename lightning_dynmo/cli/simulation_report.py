@@ -73,8 +73,8 @@ def print_report(report: Report) -> None:
     bounds = {comparison.bound for comparison in report.comparisons.values()}
     console.print(
         f"Bound: with {max(bounds)} layers on a rank, moving whole layers gains at most a factor of {max(bounds)} over "
-        "the static split, whatever they cost. Optimum: the exact split for each step's expected costs, with moves for "
-        "free; what is drawn anew in every step nobody can foresee."
+        "the static split, whatever they cost. Optimum: at each step the fastest of the exact split for its expected "
+        "costs and the splits of all runs, with moves for free; what is drawn anew in every step nobody can foresee."
     )
     if not report.is_recorded:
         _print_paper(console, report)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_dynmo.pipeline.schedules import SCHEDULES, simulated_order
-from lightning_dynmo.planning import DiffusionBalancer, PartitionBalancer, moves_between
+from lightning_dynmo.planning import Assignment, BalancingProblem, DiffusionBalancer, PartitionBalancer, moves_between
 from lightning_dynmo.simulation import (
     TRACES,
     LayerCost,
@@ -70,6 +70,7 @@ def test_times_are_those_of_single_steps(scheme: str) -> None:
             expected_s += segment.num_steps * step_s
             idle_s += segment.num_steps * (step_s - sum(sum(timeline.busy_s) for timeline in timelines) / 12)
         assert run.num_steps == 8000
+        assert run.training_s >= runs[OPTIMUM].training_s or name == DENSE
         assert run.training_s == pytest.approx(expected_s, rel=1e-12)
         assert run.idleness == pytest.approx(idle_s / expected_s, rel=1e-6)
         assert run.profiling_s == 0.25 * run.num_measurements
@@ -99,6 +100,20 @@ def test_balancing_by_time_gains_nearly_what_there_is_to_gain(sparse: Comparison
     assert sparse.speedup("Partition by time", DENSE) == pytest.approx(
         sparse.speedup("Partition by time") * sparse.speedup(STATIC, DENSE)
     )
+
+
+def test_the_optimum_is_at_least_the_exact_split_for_what_is_expected(sparse: Comparison) -> None:
+    costs, pipelines = costs_of("sparse_attention"), machine()
+    for period, segment, time in zip(
+        costs.periods, sparse.runs[OPTIMUM].segments, sparse.runs[OPTIMUM].times, strict=True
+    ):
+        alone = stage_costs(costs.expected(period.typical_step), Assignment((1,) * 16))
+        loads = [cost.forward_s + cost.input_gradient_s + cost.weight_gradient_s for cost in alone]
+        exact = PartitionBalancer().balance(BalancingProblem(loads, Assignment.uniform(16, 4)))
+        replicas = [stage_costs(costs.layer_costs(period.typical_step, replica), exact) for replica in range(3)]
+        timelines = simulate_replicas(pipelines.order, pipelines.placement, replicas, NETWORK)
+        assert time.makespan_s <= max(timeline.makespan_s for timeline in timelines) * (1 + 1e-12)
+        assert segment.typical_step == period.typical_step
 
 
 def test_moves_cost_what_the_busiest_rank_sends_or_receives(sparse: Comparison) -> None:
