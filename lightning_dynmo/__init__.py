@@ -5,6 +5,7 @@ from lightning_dynmo.callbacks import (
     FreezingRule,
     LayerFreezingCallback,
     PipeTransformerRule,
+    ProfileRecorderCallback,
     RebalanceCallback,
     layers_of,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "PipeTransformerRule",
     "PipelineError",
     "PipelineModule",
+    "ProfileRecorderCallback",
     "RebalanceCallback",
     "TextDataModule",
     "consolidate_checkpoint",

@@ -34,6 +34,8 @@ class GPT(PipelineModule):
         warmup_steps: Optimizer steps in which the learning rate rises linearly to its peak.
         max_steps: Optimizer steps after which the learning rate has fallen to a tenth of its peak, along a cosine.
             Default: the length of the run, from the trainer.
+        split_blocks: Whether attention and MLP of each block are layers of their own: `2 num_blocks + 2` in all. Use it
+            where stages would have fewer than 3 layers. The weights are the same numbers under other keys.
 
     Raises:
         ValueError: If the sizes do not fit together; see `GPTConfig`.
@@ -52,6 +54,7 @@ class GPT(PipelineModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
         max_steps: int | None = None,
+        split_blocks: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -68,6 +71,7 @@ class GPT(PipelineModule):
                 num_heads=num_heads,
                 dropout=dropout,
                 positions=positions,
+                split_blocks=split_blocks,
             )
         )
 

@@ -11,7 +11,14 @@ from lightning.pytorch import Callback
 
 import lightning_dynmo
 from examples import add_a_balancer, add_a_scheme
-from lightning_dynmo import Assignment, Balancer, BalancingProblem, DynamismCallback, DynMoStrategy
+from lightning_dynmo import (
+    Assignment,
+    Balancer,
+    BalancingProblem,
+    DynamismCallback,
+    DynMoStrategy,
+    ProfileRecorderCallback,
+)
 from lightning_dynmo.callbacks import FreezingRule
 
 
@@ -47,7 +54,9 @@ def test_every_public_class_is_exported(base: type) -> None:
         assert entry.__name__ in lightning_dynmo.__all__
 
 
-@pytest.mark.parametrize("entry", [DynMoStrategy, *own(DynamismCallback), *own(FreezingRule), *own(Balancer)])
+@pytest.mark.parametrize(
+    "entry", [DynMoStrategy, ProfileRecorderCallback, *own(DynamismCallback), *own(FreezingRule), *own(Balancer)]
+)
 def test_every_setting_has_a_default_and_a_text(entry: type) -> None:
     assert entry.__doc__
     for name, parameter in inspect.signature(entry).parameters.items():

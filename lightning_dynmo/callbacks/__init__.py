@@ -3,12 +3,14 @@
 from lightning_dynmo.callbacks.base import DynamismCallback, layers_of
 from lightning_dynmo.callbacks.freezing import FreezingRule, LayerFreezingCallback, PipeTransformerRule
 from lightning_dynmo.callbacks.rebalance import RebalanceCallback
+from lightning_dynmo.callbacks.recorder import ProfileRecorderCallback
 
 __all__ = [
     "DynamismCallback",
     "FreezingRule",
     "LayerFreezingCallback",
     "PipeTransformerRule",
+    "ProfileRecorderCallback",
     "RebalanceCallback",
     "layers_of",
 ]

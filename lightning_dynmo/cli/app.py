@@ -1,10 +1,11 @@
-"""LightningCLI with a fifth subcommand, `plan`, and errors that read well when several ranks raise them."""
+"""LightningCLI with two more subcommands, `plan` and `simulate`, and errors that read well when many ranks raise."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
 import lightning.pytorch
@@ -18,6 +19,7 @@ from typing_extensions import override
 import lightning_dynmo
 from lightning_dynmo.cli.parsing import DynMoParser, check_strategy_name, spell_out_strategies
 from lightning_dynmo.cli.plan import plan
+from lightning_dynmo.cli.simulate import SimulateOptions, simulate
 from lightning_dynmo.cli.terminal import tidy_logs, use_short_progress_bar
 from lightning_dynmo.pipeline import PipelineError
 
@@ -64,8 +66,19 @@ class DynMoCLI(LightningCLI):
         return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
 
     @override
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+        assert isinstance(self.parser, DynMoParser)
+        self.parser.add_subcommand_of(SimulateOptions, "simulate")
+
+    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         self.config = parser.parse_args(spell_out_strategies(sys.argv[1:]))
+        if self.config.subcommand == "simulate":  # there is no model to make, and no Trainer
+            simulate(SimulateOptions(**self.config.simulate))
+            sys.exit()
 
     @override
     def before_instantiate_classes(self) -> None:

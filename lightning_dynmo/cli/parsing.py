@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import get_loader, set_loader
+from jsonargparse import ArgumentParser, get_loader, set_loader
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -24,13 +24,35 @@ _OPTION = "--trainer.strategy"
 _load_yaml = get_loader("yaml")
 
 
-class DynMoParser(LightningArgumentParser):
-    """Lightning's parser, whose errors say in a few lines what is wrong and what was probably meant."""
+class BriefParser(ArgumentParser):
+    """A parser whose errors say in a few lines what is wrong and what was probably meant."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # Parsers of nested settings raise their message, which becomes part of one that is shown.
         super().error(shorten(message) if self.exit_on_error else message, ex)
+
+
+class DynMoParser(BriefParser, LightningArgumentParser):
+    """Lightning's parser, with brief errors."""
+
+    @override
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        self._subcommands = super().add_subcommands(*args, **kwargs)
+        return self._subcommands
+
+    def add_subcommand_of(self, options: type, name: str) -> None:
+        """Adds a subcommand that takes the arguments of a class and nothing else: no model, no Trainer.
+
+        Args:
+            options: The class, whose first line is the help.
+            name: Of the subcommand.
+        """
+        about = str(inspect.getdoc(options)).splitlines()[0]
+        usage = f"{self.prog} {name} [options]"
+        parser = BriefParser(prog=self.prog, usage=usage, formatter_class=self.formatter_class)
+        parser.add_class_arguments(options)
+        self._subcommands.add_subcommand(name, parser, help=about)
 
 
 def spell_out_strategies(arguments: Sequence[str]) -> list[str]:

@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_dynmo._torch import tree_flatten
+from lightning_dynmo.cli.terminal import new_table
 from lightning_dynmo.module import pipeline_inputs, pipeline_layers
 from lightning_dynmo.ownership import LayerChain, outside_tensors, shared_parameters
 from lightning_dynmo.pipeline import batch_size_of, check_num_microbatches, choose_num_microbatches, split_batch
@@ -83,7 +83,7 @@ def plan(trainer: Trainer, module: LightningModule, datamodule: LightningDataMod
 
 
 def _layer_table(model: str, layers: Sequence[nn.Module]) -> Table:
-    table = _new_table(f"Layers of {model}", "layer", "class", "parameters", "bytes", "trainable")
+    table = new_table(f"Layers of {model}", ["layer", "class", "parameters", "bytes", "trainable"], words=["class"])
     for index, layer in enumerate(layers):
         parameters = list(layer.parameters())
         table.add_row(
@@ -97,7 +97,7 @@ def _layer_table(model: str, layers: Sequence[nn.Module]) -> Table:
 
 
 def _stage_table(layers: Sequence[nn.Module], assignment: Assignment) -> Table:
-    table = _new_table(f"First split, balance={list(assignment.balance)}", "stage", "layers", "parameters", "memory")
+    table = new_table(f"First split, balance={list(assignment.balance)}", ["stage", "layers", "parameters", "memory"])
     for stage in range(assignment.num_stages):
         indices = assignment.layers_of(stage)
         mine = [layers[index] for index in indices]
@@ -120,13 +120,6 @@ def _print_messages(
         sent = sum(_bytes(tensor) for tensor in borders[assignment.layers_of(stage)[-1]].tensors)
         parts.append(f"stage {stage} to {stage + 1} {format_bytes(sent)}")
     console.print(f"Sent forward per microbatch: {', '.join(parts) or 'nothing'}")
-
-
-def _new_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "class" else "right")
-    return table
 
 
 def _print_odd_parameters(console: Console, module: nn.Module, layers: Sequence[nn.Module]) -> None:

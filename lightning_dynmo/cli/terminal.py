@@ -1,4 +1,4 @@
-"""What the terminal shows: a progress bar that fits, and logs that do not break it."""
+"""What the terminal shows: a progress bar that fits, logs that do not break it, and tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import logging
 import sys
 import time
 import warnings
+from collections.abc import Collection, Sequence
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from rich import box
+from rich.table import Table
 from typing_extensions import override
 
 
@@ -73,3 +76,17 @@ def tidy_logs() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # Values logged in a pipeline are the same on all its ranks already.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*, sync_dist=True\)`")
+
+
+def new_table(title: str, columns: Sequence[str], words: Collection[str] = ()) -> Table:
+    """Returns an empty table in the form of all tables here.
+
+    Args:
+        title: Above it.
+        columns: Their names.
+        words: Those that hold words rather than numbers.
+    """
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", no_wrap=column in words)
+    return table

@@ -2,10 +2,12 @@
 
 from lightning_dynmo.nn.gpt import (
     MLP,
+    AttentionBlock,
     Block,
     CausalSelfAttention,
     GPTConfig,
     Head,
+    MLPBlock,
     Positions,
     TokenEmbedding,
     gpt_layers,
@@ -13,10 +15,12 @@ from lightning_dynmo.nn.gpt import (
 
 __all__ = [
     "MLP",
+    "AttentionBlock",
     "Block",
     "CausalSelfAttention",
     "GPTConfig",
     "Head",
+    "MLPBlock",
     "Positions",
     "TokenEmbedding",
     "gpt_layers",

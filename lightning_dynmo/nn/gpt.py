@@ -4,6 +4,8 @@ Every layer takes one tensor and returns one tensor, so that the output of each 
 
     tokens [B, T] -> TokenEmbedding -> [B, T, D] -> Block -> ... -> Block -> [B, T, D] -> Head -> logits [B, T, V]
 
+A block can also be two layers, `AttentionBlock` and `MLPBlock`, which move apart.
+
 Layers share nothing: no parameter and no buffer is used by two of them. That is why the head has its own matrix instead
 of the embedding's, and why each block keeps its own rotary tables. Any layer can then live on any rank.
 
@@ -39,6 +41,9 @@ class GPTConfig:
             branches, in `[0, 1)`.
         positions: `"learned"` adds one trained vector per position to the token embedding; `"rotary"` rotates queries
             and keys inside the attention, so that scores depend on distances only.
+        split_blocks: Whether attention and MLP of each block are layers of their own, so that the chain has
+            `2 num_blocks + 2`. Use it where stages would have fewer than 3 layers: layers move whole, so that a
+            pipeline of few layers per stage cannot be balanced well.
 
     Raises:
         ValueError: If a size is not positive, `num_heads` does not divide `hidden_size`, `dropout` is outside `[0, 1)`,
@@ -53,6 +58,7 @@ class GPTConfig:
     mlp_ratio: int = 4
     dropout: float = 0.0
     positions: Positions = "learned"
+    split_blocks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_length", "num_blocks", "hidden_size", "num_heads", "mlp_ratio"):
@@ -193,6 +199,36 @@ class Block(nn.Module):
         return hidden
 
 
+class AttentionBlock(nn.Module):
+    """The first half of a `Block` as a layer of its own; its parameters have the names that they have there."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size)
+        self.attention = CausalSelfAttention(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Runs the half: `[B, T, D] -> [B, T, D]`."""
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        return hidden
+
+
+class MLPBlock(nn.Module):
+    """The second half of a `Block` as a layer of its own; its parameters have the names that they have there."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.mlp_norm = nn.LayerNorm(config.hidden_size)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Runs the half: `[B, T, D] -> [B, T, D]`."""
+        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return hidden
+
+
 class Head(nn.Module):
     """The last layer: scores every token of the vocabulary as the next one."""
 
@@ -217,9 +253,11 @@ def gpt_layers(config: GPTConfig) -> nn.ModuleList:
         config: The sizes.
 
     Returns:
-        `num_blocks + 2` layers: a `TokenEmbedding`, the `Block`s and a `Head`.
+        `num_blocks + 2` layers: a `TokenEmbedding`, the `Block`s and a `Head`; with `split_blocks`,
+        `2 num_blocks + 2`, an `AttentionBlock` and an `MLPBlock` in place of each `Block`, with the same numbers.
     """
-    blocks = [Block(config) for _ in range(config.num_blocks)]
+    kinds = [AttentionBlock, MLPBlock] if config.split_blocks else [Block]
+    blocks = [kind(config) for _ in range(config.num_blocks) for kind in kinds]
     return nn.ModuleList([TokenEmbedding(config), *blocks, Head(config)])
 
 

@@ -24,11 +24,15 @@ class Profile:
         loads: Cost of each layer.
         busy_s: Seconds in which each rank of a pipeline worked.
         step_s: Seconds of the iteration, of the slowest rank.
+        assignment: Which stage ran which layers.
+        num_microbatches: Microbatches of the iteration.
     """
 
     loads: tuple[LayerLoad, ...]
     busy_s: tuple[float, ...]
     step_s: float
+    assignment: Assignment
+    num_microbatches: int
 
     @property
     def wait_s(self) -> tuple[float, ...]:
@@ -42,7 +46,12 @@ class Profile:
 
 
 def gather_profile(
-    chain: LayerChain, timer: LayerTimer, groups: PipelineGroups, optimizers: Sequence[Optimizer]
+    chain: LayerChain,
+    timer: LayerTimer,
+    groups: PipelineGroups,
+    optimizers: Sequence[Optimizer],
+    assignment: Assignment,
+    num_microbatches: int,
 ) -> Profile:
     """Gathers what each rank measured of its layers in one iteration; every rank returns the same."""
     state_factors = [_state_factor(chain, optimizer) for optimizer in optimizers]
@@ -63,7 +72,8 @@ def gather_profile(
     for index, load in loads.items():
         state = sum(round(factor * size) for factor, size in zip(largest, unstepped[index], strict=True))
         loads[index] = replace(load, layer_bytes=load.layer_bytes + state)
-    profile = Profile(tuple(loads[index] for index in range(len(chain))), tuple(busy_s), max(step_s))
+    costs = tuple(loads[index] for index in range(len(chain)))
+    profile = Profile(costs, tuple(busy_s), max(step_s), assignment, num_microbatches)
     return _slowest(groups.gather_replicas(profile))
 
 
@@ -111,7 +121,7 @@ def _slowest(profiles: Sequence[Profile]) -> Profile:
         for layer in zip(*(profile.loads for profile in profiles), strict=True)
     ]
     busy_s = tuple(map(max, *(profile.busy_s for profile in profiles))) if len(profiles) > 1 else profiles[0].busy_s
-    return Profile(tuple(loads), busy_s, max(profile.step_s for profile in profiles))
+    return replace(profiles[0], loads=tuple(loads), busy_s=busy_s, step_s=max(profile.step_s for profile in profiles))
 
 
 def agree_on(plan: Assignment, reason: str, groups: PipelineGroups) -> None:

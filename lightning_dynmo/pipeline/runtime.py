@@ -266,7 +266,9 @@ class PipelineRuntime:
         return migration
 
     def _observe(self, timer: LayerTimer, step: int, num_microbatches: int) -> None:
-        self.profile = gather_profile(self.chain, timer, self.groups, self.optimizers)
+        self.profile = gather_profile(
+            self.chain, timer, self.groups, self.optimizers, self.assignment, num_microbatches
+        )
         self._profile_next = False
         order = simulated_order(self.schedule, self.groups.pp_size, self.stages_per_rank, num_microbatches)
         self.rebalancer.observe(self.profile, self.assignment, step, in_flight(order, len(self.placement)))

@@ -9,9 +9,11 @@ way. No time depends on which rank is looked at first.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from lightning_dynmo.simulation.actions import Action, Computation, Order
 from lightning_dynmo.simulation.costs import Network, StageCost
@@ -23,6 +25,9 @@ SpanKind: TypeAlias = Literal[Computation, "gradient_sum", "update"]
 
 Message: TypeAlias = tuple[str, int, int]
 """What it is for: ``"activations"`` or ``"gradients"``, the stage that takes it, and the microbatch."""
+
+Later: TypeAlias = Callable[[Any, Any], Any]
+"""Returns the later of two times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ class Execution:
     ended_s: list[float]
 
 
-def execute(order: Order, placement: Sequence[int], stages: Sequence[StageCost], network: Network) -> Execution:
+def execute(
+    order: Order, placement: Sequence[int], stages: Sequence[StageCost], network: Network, *, many: bool = False
+) -> Execution:
     """Carries out all ranks' actions.
 
     Args:
@@ -69,12 +76,15 @@ def execute(order: Order, placement: Sequence[int], stages: Sequence[StageCost],
         placement: The rank of each stage.
         stages: Cost of each stage.
         network: How long messages take.
+        many: Whether every cost of a stage, and so every time, is an array with one entry for each of many pipelines in
+            which the same gradients are sent. No spans are kept then.
 
     Raises:
         RuntimeError: If a rank waits for what never comes, or sends what it does not have.
     """
-    links = _Links(network)
-    ranks = [_Rank(rank, placement, stages, links) for rank in range(len(order))]
+    later = np.maximum if many else max
+    links = _Links(network, later)
+    ranks = [_Rank(rank, placement, stages, links, None if many else []) for rank in range(len(order))]
     runs = [rank.run(order[rank.index]) for rank in ranks]
     waiting: dict[Message, list[int]] = {}
     ready = deque(range(len(ranks)))
@@ -89,14 +99,15 @@ def execute(order: Order, placement: Sequence[int], stages: Sequence[StageCost],
         lines = [f"rank {rank} for {_words(message)}" for message, blocked in waiting.items() for rank in blocked]
         raise RuntimeError(f"The schedule waits for ever: {'; '.join(sorted(lines))}. {_CURE}")
     gradients_s = [ranks[rank].gradients_s.get(stage, 0.0) for stage, rank in enumerate(placement)]
-    return Execution([span for rank in ranks for span in rank.spans], gradients_s, [rank.clock for rank in ranks])
+    return Execution([span for rank in ranks for span in rank.spans or ()], gradients_s, [rank.clock for rank in ranks])
 
 
 class _Links:
     """The messages between ranks."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, later: Later) -> None:
         self._network = network
+        self.later = later
         self._sent: defaultdict[tuple[int, int], deque[tuple[Message, float, int]]] = defaultdict(deque)
         self._asked_s: dict[Message, float] = {}
         self._free_s: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -117,7 +128,7 @@ class _Links:
         sent = self._sent[link]
         while sent and sent[0][0] in self._asked_s:
             message, at_s, num_bytes = sent.popleft()
-            begin_s = max(at_s, self._asked_s.pop(message), self._free_s[link])
+            begin_s = self.later(self.later(at_s, self._asked_s.pop(message)), self._free_s[link])
             left_s = begin_s + num_bytes / self._network.bytes_per_s
             self._free_s[link] = self.left_s[message] = left_s
             self.arrived_s[message] = left_s + self._network.latency_s
@@ -127,10 +138,17 @@ class _Links:
 class _Rank:
     """What one rank does; its generators yield each message that has to be through before they can go on."""
 
-    def __init__(self, index: int, placement: Sequence[int], stages: Sequence[StageCost], links: _Links) -> None:
+    def __init__(
+        self,
+        index: int,
+        placement: Sequence[int],
+        stages: Sequence[StageCost],
+        links: _Links,
+        spans: list[Span] | None,
+    ) -> None:
         self.index = index
         self.clock = 0.0
-        self.spans: list[Span] = []
+        self.spans = spans
         self.gradients_s: dict[int, float] = {}
         self._placement = placement
         self._stages = stages
@@ -164,8 +182,8 @@ class _Rank:
                 yield from self._take(("gradients", stage, microbatch))
             self._made.add(("gradients", stage - 1, microbatch))
         begin_s = self.clock
-        self.clock += self._seconds[stage][kind]
-        if self.clock > begin_s:
+        self.clock = begin_s + self._seconds[stage][kind]  # an array that others hold as well must not change
+        if self.spans is not None and self.clock > begin_s:
             self.spans.append(Span(self.index, stage, kind, microbatch, begin_s, self.clock))
         if kind in ("backward", "weight_backward"):
             self.gradients_s[stage] = self.clock
@@ -178,7 +196,7 @@ class _Rank:
             arrived_s = self._links.arrived_s
             if message not in arrived_s:
                 yield message
-            self.clock = max(self.clock, arrived_s[message])
+            self.clock = self._links.later(self.clock, arrived_s[message])
 
     def _send(self, message: Message, num_bytes: int) -> Iterator[Message]:
         if message not in self._made:
@@ -195,7 +213,7 @@ class _Rank:
             oldest = self._sending.popleft()
             if oldest not in left_s:
                 yield oldest
-            self.clock = max(self.clock, left_s[oldest])
+            self.clock = self._links.later(self.clock, left_s[oldest])
 
     def _receive(self, message: Message, source: int) -> None:
         if self._exists(message):

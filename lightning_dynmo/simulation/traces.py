@@ -62,6 +62,16 @@ class CostTrace(ABC):
             for cost in self.costs(num_layers, step, seed)
         ]
 
+    def attention_share(self, cost: float) -> float:
+        """Returns the share of attention in a layer of some cost, for blocks that are cut into attention and MLP.
+
+        Where a scheme changes both alike, it is a third, as in the matrix products of a dense layer.
+
+        Args:
+            cost: Cost of the layer, relative to the dense layer.
+        """
+        return 1 / 3
+
 
 @dataclass(frozen=True, slots=True)
 class MoETrace(CostTrace):
@@ -105,6 +115,10 @@ class MoETrace(CostTrace):
     def costs(self, num_layers: int, step: int, seed: int = 0) -> list[float]:
         own = _lognormal(_normals(num_layers, step, seed), self.sigma * math.sqrt(1 - self.layer_share))
         return self._costs(self._layer_factors(num_layers) * own, step)
+
+    @override
+    def attention_share(self, cost: float) -> float:
+        return self.attention / cost
 
     def _layer_factors(self, num_layers: int) -> NDArray[np.float64]:
         normals = _normals(num_layers, 0, self.layer_seed, purpose=2)
@@ -235,6 +249,10 @@ class SparseAttentionTrace(CostTrace):
     @override
     def costs(self, num_layers: int, step: int, seed: int = 0) -> list[float]:
         return self._costs(_lognormal(_normals(num_layers, step, seed), self.sigma), step)
+
+    @override
+    def attention_share(self, cost: float) -> float:
+        return 1 - (1 - self.attention) / cost
 
     def _costs(self, factors: NDArray[np.float64], step: int) -> list[float]:
         depths = np.arange(len(factors)) / max(len(factors) - 1, 1)
