@@ -177,7 +177,7 @@ def compare(costs: RunCosts, machine: Machine, plans: Sequence[Plan]) -> Compari
     for period in costs.periods:
         problem = _problem(costs, machine, period.typical_step, uniform)
         expected = _seconds([costs.expected(period.typical_step)], machine)
-        best = PartitionBalancer().balance(replace(problem, loads=expected))
+        best = PartitionBalancer(tolerance=0.0).balance(replace(problem, loads=expected))
         for name, assignment in ((DENSE, uniform), (STATIC, uniform), (OPTIMUM, best)):
             num_steps = period.last_step - period.first_step
             runs[name].segments.append(Segment(num_steps, period.typical_step, assignment))
