@@ -1,5 +1,6 @@
 """Layers to build pipelines from. Needs torch only, so they can be used without Lightning."""
 
+from lightning_dynmo.nn.emulated import EmulatedLayer
 from lightning_dynmo.nn.gpt import (
     MLP,
     Block,
@@ -15,6 +16,7 @@ __all__ = [
     "MLP",
     "Block",
     "CausalSelfAttention",
+    "EmulatedLayer",
     "GPTConfig",
     "Head",
     "Positions",
