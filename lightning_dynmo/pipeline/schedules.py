@@ -21,7 +21,19 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from lightning_dynmo import simulation
 from lightning_dynmo._torch import Action, ActionType, Order, add_messages, compute_order
+
+_SIMULATED: dict[ActionType, simulation.ActionKind] = {
+    ActionType.FORWARD: "forward",
+    ActionType.FULL_BACKWARD: "backward",
+    ActionType.BACKWARD_INPUT: "input_backward",
+    ActionType.BACKWARD_WEIGHT: "weight_backward",
+    ActionType.SEND_F: "send_activations",
+    ActionType.RECV_F: "receive_activations",
+    ActionType.SEND_B: "send_gradients",
+    ActionType.RECV_B: "receive_gradients",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +175,21 @@ def order_of(schedule: Schedule, num_ranks: int, stages_per_rank: int, num_micro
 def evaluation_order_of(placement: tuple[int, ...], num_microbatches: int) -> Order:
     """Returns what each rank does in an iteration without backward."""
     return add_messages(_forwards_then(None, placement, num_microbatches), placement)
+
+
+@lru_cache(maxsize=64)
+def simulated_order(
+    schedule: Schedule, num_ranks: int, stages_per_rank: int, num_microbatches: int
+) -> simulation.Order:
+    """Returns what `order_of` returns, as the simulation takes it."""
+    return {
+        rank: tuple(
+            simulation.Action(_SIMULATED[action.computation_type], action.stage_index, action.microbatch_index or 0)
+            for action in actions
+            if action.computation_type in _SIMULATED  # the others are marks, which `ScheduleRun` leaves out too
+        )
+        for rank, actions in order_of(schedule, num_ranks, stages_per_rank, num_microbatches).items()
+    }
 
 
 def _one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Order:

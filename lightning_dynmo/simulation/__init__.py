@@ -2,5 +2,39 @@
 
 from lightning_dynmo.simulation.actions import Action, ActionKind, Order
 from lightning_dynmo.simulation.costs import LayerCost, Network, StageCost, stage_costs
+from lightning_dynmo.simulation.execution import Span
+from lightning_dynmo.simulation.memory import in_flight
+from lightning_dynmo.simulation.timeline import Timeline, simulate, simulate_replicas
+from lightning_dynmo.simulation.traces import (
+    TRACES,
+    CostTrace,
+    EarlyExitTrace,
+    FreezingTrace,
+    MoDTrace,
+    MoETrace,
+    PruningTrace,
+    SparseAttentionTrace,
+)
 
-__all__ = ["Action", "ActionKind", "LayerCost", "Network", "Order", "StageCost", "stage_costs"]
+__all__ = [
+    "TRACES",
+    "Action",
+    "ActionKind",
+    "CostTrace",
+    "EarlyExitTrace",
+    "FreezingTrace",
+    "LayerCost",
+    "MoDTrace",
+    "MoETrace",
+    "Network",
+    "Order",
+    "PruningTrace",
+    "Span",
+    "SparseAttentionTrace",
+    "StageCost",
+    "Timeline",
+    "in_flight",
+    "simulate",
+    "simulate_replicas",
+    "stage_costs",
+]

@@ -4,16 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-ActionKind = Literal[
-    "forward",
-    "backward",
-    "input_backward",
-    "weight_backward",
-    "send_activations",
-    "receive_activations",
-    "send_gradients",
-    "receive_gradients",
-]
+Computation = Literal["forward", "backward", "input_backward", "weight_backward"]
+MessageEnd = Literal["send_activations", "receive_activations", "send_gradients", "receive_gradients"]
+ActionKind = Literal[Computation, MessageEnd]
 
 
 @dataclass(frozen=True, slots=True)

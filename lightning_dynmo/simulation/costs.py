@@ -1,9 +1,11 @@
 """What layers and stages cost, and what messages do."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dynmo.planning import Assignment
+from lightning_dynmo.planning.loads import non_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,27 @@ class Network:
         latency_s: Seconds from the send of a small message to its arrival, measured by a ping-pong.
         bytes_per_s: Bandwidth between neighbours in the pipeline.
         replica_bytes_per_s: Bandwidth between replicas of a stage, for the sums of gradients.
+
+    Raises:
+        ValueError: If the latency is negative or not finite, or a bandwidth not positive.
     """
 
     latency_s: float = 0.0
-    bytes_per_s: float = float("inf")
-    replica_bytes_per_s: float = float("inf")
+    bytes_per_s: float = math.inf
+    replica_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        non_negative([self.latency_s], "latency_s, value")
+        for name in ("bytes_per_s", "replica_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"Expected {name} to be positive, got {getattr(self, name)}. Use math.inf where messages cost no "
+                    f"more for being long."
+                )
+
+
+AT_ONCE = Network()
+"""Messages take no time."""
 
 
 def stage_costs(layers: Sequence[LayerCost], assignment: Assignment) -> list[StageCost]:
