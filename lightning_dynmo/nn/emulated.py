@@ -17,23 +17,29 @@ from typing_extensions import override
 from lightning_dynmo._torch import FakeTensor
 from lightning_dynmo.simulation import LayerCost
 
+_AT_ONCE_S = 1e-3
 _MOST_LATE_S = 0.05
 
 
 class _Clock:
-    """Sleeps to deadlines. What a sleep takes longer than asked, the next ones of this process take less."""
+    """The time of this process's device, which works without a break where there is always something to do.
+
+    What follows within a millisecond counts as following at once, as on a device whose work is queued ahead: so
+    neither the Python between two layers nor a sleep that took too long makes the device slower, up to a limit.
+    """
 
     def __init__(self) -> None:
-        self._late_s = 0.0
+        self._free = self._awake = -math.inf
 
     def sleep(self, begin: float, seconds: float) -> None:
-        """Returns `seconds` after `begin`, less what is still owed of earlier sleeps."""
+        """Returns once the device has worked for so long, from `begin` on or from when it was free."""
         if seconds == 0:
             return
-        deadline = begin + seconds - self._late_s
-        while (remaining := deadline - time.perf_counter()) > 0:
+        at_once = begin - self._awake < _AT_ONCE_S
+        self._free = (max(self._free, begin - _MOST_LATE_S) if at_once else begin) + seconds
+        while (remaining := self._free - time.perf_counter()) > 0:
             time.sleep(remaining)
-        self._late_s = min(time.perf_counter() - deadline, _MOST_LATE_S)
+        self._awake = time.perf_counter()
 
 
 _CLOCK = _Clock()
@@ -42,7 +48,7 @@ _CLOCK = _Clock()
 class EmulatedLayer(nn.Module):
     """A layer that sleeps: in its forward, for the gradient of its input, and for those of its parameters.
 
-    It computes ``tanh(input + mean(weight))``, so losses and gradients are real numbers that depend on every layer and
+    It computes ``input + mean(weight)``, so losses and gradients are real numbers that depend on every layer and
     microbatch. What autograd does not ask for takes no time: a frozen layer has no weight gradient, one behind frozen
     layers no input gradient; where a schedule runs the backward in two parts, each part takes its own time.
 
@@ -77,8 +83,8 @@ class EmulatedLayer(nn.Module):
         begin = time.perf_counter()
         forward_s, input_gradient_s, weight_gradient_s = self._times_s
         # Of two paths that are ready, autograd takes the one made last: the input's, for which other ranks wait.
-        mean = _SleepInBackward.apply(self.weight, weight_gradient_s).mean()  # type: ignore[no-untyped-call]
-        y = torch.tanh(_SleepInBackward.apply(x, input_gradient_s) + mean)  # type: ignore[no-untyped-call]
+        shift = _Mean.apply(self.weight, weight_gradient_s)  # type: ignore[no-untyped-call]
+        y: Tensor = _Same.apply(x, input_gradient_s) + shift  # type: ignore[no-untyped-call]
         if not isinstance(x, FakeTensor):  # else only shapes are asked for
             _CLOCK.sleep(begin, forward_s)
         return y
@@ -92,7 +98,7 @@ class EmulatedLayer(nn.Module):
         self._times_s = tuple(state.tolist())
 
 
-class _SleepInBackward(torch.autograd.Function):
+class _Same(torch.autograd.Function):
     """Hands on a tensor, and its gradient after a while."""
 
     @staticmethod
@@ -106,3 +112,21 @@ class _SleepInBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         _CLOCK.sleep(time.perf_counter(), ctx.seconds)
         return gradients[0], None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of a tensor, whose gradient takes a while."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, value.shape
+        return value.mean()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        begin = time.perf_counter()
+        gradient = (gradients[0] / ctx.shape.numel()).expand(ctx.shape)
+        _CLOCK.sleep(begin, ctx.seconds)
+        return gradient, None

@@ -25,6 +25,7 @@ EVER_S, SOON_S = 60.0, 20.0
 
 @contextmanager
 def takes(seconds: float) -> Iterator[None]:
+    time.sleep(2 * emulated._AT_ONCE_S)  # a device that has been idle makes up for nothing
     begin = time.perf_counter()
     yield
     assert seconds <= time.perf_counter() - begin < SOON_S
@@ -122,7 +123,7 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([0.1, 0.2, 0.6]))
     weight, x, given = layer.weight.detach().clone().requires_grad_(), leaf(), leaf()
-    y, expected = layer(given), torch.tanh(x + weight.mean())
+    y, expected = layer(given), x + weight.mean()
     assert torch.equal(y, expected)
     for found, wanted in zip(
         torch.autograd.grad(y.square().sum(), [given, layer.weight]),
@@ -133,7 +134,7 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
         assert found.abs().sum() > 0
 
 
-def test_oversleeping_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_device_makes_up_for_oversleeping_and_for_the_python_between(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
 
     def oversleep(seconds: float) -> None:
@@ -141,14 +142,21 @@ def test_oversleeping_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock = emulated._Clock()
     monkeypatch.setattr(emulated, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=oversleep))
+    monkeypatch.setattr(emulated, "_AT_ONCE_S", 0.125)
     monkeypatch.setattr(emulated, "_MOST_LATE_S", 0.5)
     for _ in range(10):
         clock.sleep(now[0], 2.0)
-    assert now[0] == 100.0 + 10 * 2.0 + 0.25  # not 10 * 0.25
-    clock.sleep(now[0] - 7.0, 2.0)  # what came before took too long already: no sleep
-    assert now[0] == 120.25
-    clock.sleep(now[0], 2.0)  # of a pause in which the process did not run, so much is made up for at most
-    assert now[0] == 120.25 + 1.5 + 0.25
+        now[0] += 0.0625
+    assert now[0] == 100.0 + 10 * 2.0 + 0.25 + 0.0625  # not ten times as much
+    now[0] += 0.0625  # longer than at once: the device was idle
+    clock.sleep(now[0], 2.0)
+    assert now[0] == 120.375 + 2.0 + 0.25
+    begin = now[0]
+    now[0] += 8.0  # this process was not allowed to run in the middle of its work, of which so much is made up for
+    clock.sleep(begin, 2.0)
+    assert now[0] == begin + 8.0
+    clock.sleep(now[0], 2.0)
+    assert now[0] == begin + 8.0 - 0.5 + 2.0 + 0.25
 
 
 def test_sleeps_are_never_shorter_than_asked_in_all() -> None:
