@@ -2,7 +2,7 @@
 
 from lightning_dynmo.planning.assignment import Assignment, Move, moves_between
 from lightning_dynmo.planning.balancers import Balancer, PartitionBalancer
-from lightning_dynmo.planning.decision import Prediction, predict
+from lightning_dynmo.planning.decision import Decision, MoveWhen, RebalancePolicy, check_move_when
 from lightning_dynmo.planning.initial import initial_assignment
 from lightning_dynmo.planning.loads import (
     LayerLoad,
@@ -13,20 +13,27 @@ from lightning_dynmo.planning.loads import (
     imbalance,
     load_values,
 )
+from lightning_dynmo.planning.migration_cost import MigrationCost
+from lightning_dynmo.planning.prediction import Prediction, predict
 from lightning_dynmo.planning.problem import BalancingProblem, MemoryLimits
 
 __all__ = [
     "Assignment",
     "Balancer",
     "BalancingProblem",
+    "Decision",
     "LayerLoad",
     "LoadMetric",
     "MemoryLimits",
+    "MigrationCost",
     "Move",
+    "MoveWhen",
     "PartitionBalancer",
     "Prediction",
+    "RebalancePolicy",
     "bubble_ratio",
     "check_load_metric",
+    "check_move_when",
     "expected_bubble_ratio",
     "imbalance",
     "initial_assignment",

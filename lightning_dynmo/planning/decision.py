@@ -1,39 +1,288 @@
-"""What a proposed assignment is expected to gain."""
+"""Is a move worth it? Gains are weighed against what the move costs, and moves that failed to gain are taken back."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from lightning_dynmo.planning.assignment import Assignment
+from lightning_dynmo.planning.balancers import Balancer
+from lightning_dynmo.planning.migration_cost import MigrationCost
+from lightning_dynmo.planning.prediction import Prediction, predict
 from lightning_dynmo.planning.problem import BalancingProblem
+from lightning_dynmo.planning.regret import Regret
+from lightning_dynmo.planning.smoothing import SmoothedLoads
+from lightning_dynmo.planning.trial import Trial
+
+MoveWhen = Literal["worthwhile", "always"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """The time of the slowest rank, which sets the pace of the pipeline, before and after a rebalance.
+class Decision:
+    """What to do after a measurement.
 
     Args:
-        bottleneck_before: Time of the slowest rank under the current assignment, in the unit of the loads.
-        bottleneck_after: Time of the slowest rank under the proposed assignment, same unit.
+        proposed: What the balancer asks for.
+        target: The assignment to move to now; None to stay.
+        prediction: Time of the slowest rank now and under `proposed`, from smoothed loads, in their unit.
+        gain_s: Seconds per step that `proposed` is expected to save.
+        cost_s: Seconds that the move to `proposed` is expected to take.
+        reason: Why, as a clause for people.
+        undone: Whether `target` is the split before the last move, which made things worse.
+        measure_in: Steps after which another measurement could change the answer; None if it need not be sought.
     """
 
-    bottleneck_before: float
-    bottleneck_after: float
+    proposed: Assignment
+    target: Assignment | None
+    prediction: Prediction
+    gain_s: float
+    cost_s: float
+    reason: str
+    undone: bool = False
+    measure_in: int | None = None
 
-    @property
-    def gain(self) -> float:
-        """Share of the bottleneck that goes away, at most 1; negative where the proposal is worse."""
-        if self.bottleneck_before == 0:
-            return 0.0
-        return 1.0 - self.bottleneck_after / self.bottleneck_before
 
-
-def predict(problem: BalancingProblem, proposed: Assignment) -> Prediction:
-    """Compares an assignment with the one that runs now.
-
-    Args:
-        problem: Costs of the layers, and the assignment that runs now.
-        proposed: The assignment a balancer asks for.
+def check_move_when(move_when: str) -> None:
+    """Checks that there is a rule of this name for when to move.
 
     Raises:
-        ValueError: If the assignment is for another number of layers.
+        ValueError: If not; lists the choices.
     """
-    return Prediction(problem.bottleneck(problem.current), problem.bottleneck(proposed))
+    if move_when not in get_args(MoveWhen):
+        raise ValueError(f"Expected move_when to be 'worthwhile' or 'always', got {move_when!r}. Use 'worthwhile'.")
+
+
+class RebalancePolicy:
+    """Decides from measurements when layers move. Pure arithmetic: equal measurements give equal decisions.
+
+    Call `observe` with every measurement, `decide` where layers could move, and `moved` once they have.
+
+    * Loads are averaged over measurements. The average starts anew when the model is known to have changed.
+    * Where it is known how long a gain will last, layers move if it is more than the move costs. Else they move once
+      staying has cost as much (see `Regret`), by a plan made before the measurement that counts: in the measurement that
+      a plan is made from, noise looks like gain.
+    * After a move, measurements tell whether it did what was predicted (see `Trial`). One that made things worse is
+      undone, that plan is not tried again until the model changes, and others have to promise twice as much.
+
+    Args:
+        balancer: Plans new assignments.
+        move_when: ``"always"`` moves whenever the plan is better at all, and never looks back.
+        min_gain: Predicted gain, as a share of the slowest rank's time, that is worth nothing.
+        smoothing: What a new measurement counts for in the average once there are enough, in ``(0, 1]``.
+        cost: What moves cost; by default as assumed for a network of 1 GB/s until the first move.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        *,
+        move_when: MoveWhen = "worthwhile",
+        min_gain: float = 0.02,
+        smoothing: float = 0.25,
+        cost: MigrationCost | None = None,
+    ) -> None:
+        check_move_when(move_when)
+        if not 0 <= min_gain < 1:
+            raise ValueError(f"Expected min_gain in [0, 1), got {min_gain}. Use for example 0.02.")
+        self.balancer = balancer
+        self.move_when = move_when
+        self.min_gain = min_gain
+        self.cost = cost or MigrationCost()
+        self._loads = SmoothedLoads(smoothing)
+        self._seconds = SmoothedLoads(smoothing)
+        self._regret = Regret(smoothing)
+        self._problem: BalancingProblem | None = None
+        self._step = 0
+        self._plan: Assignment | None = None
+        self._plan_gain = 0.0
+        self._no_plan = ""
+        self._trial: Trial | None = None
+        self._undone: set[Assignment] = set()
+
+    def observe(
+        self,
+        problem: BalancingProblem,
+        *,
+        step: int,
+        seconds: Sequence[float] | None = None,
+        changed: bool = False,
+    ) -> None:
+        """Takes in one measurement.
+
+        Args:
+            problem: With the loads as measured, and the assignment that they were measured under.
+            step: Optimizer step that was measured; the measurement stands for the steps since the last one.
+            seconds: Seconds per step that each layer takes on a rank of speed 1, ``[L]``; by default the loads.
+            changed: Whether the model was changed since the last measurement, so that older ones no longer hold.
+        """
+        timed = problem if seconds is None else replace(problem, loads=seconds, stage_costs=None)
+        if changed:
+            self._loads.restart()
+            self._seconds.restart()
+            self._trial, self._undone = None, set()
+        steps = 1 if changed or self._problem is None else max(step - self._step, 1)
+        self._add_regret(problem, timed.bottleneck(problem.current), steps)
+        if self._trial is not None and self._trial.after != problem.current:
+            self._trial = None
+        if self._trial is not None:
+            self._trial.observe(timed, step)
+        self._loads.add(problem.loads)
+        self._seconds.add(timed.loads)
+        self._problem, self._step = problem.with_loads(self._loads.values), step
+        self._make_plan(self._problem)
+
+    def decide(self, *, horizon_steps: int | None = None, remaining_steps: int | None = None) -> Decision:
+        """Says what to do after the measurements so far.
+
+        Args:
+            horizon_steps: Steps for which the loads will stay as they are, where that is known.
+            remaining_steps: Steps until training ends, where that is known.
+
+        Raises:
+            RuntimeError: If nothing was measured yet.
+        """
+        if self._problem is None:
+            raise RuntimeError("There is no measurement to decide from. Call observe() before decide().")
+        if horizon_steps is not None and remaining_steps is not None:
+            horizon_steps = min(horizon_steps, remaining_steps)
+        proposal = self._proposal(self._problem)
+        if self._no_plan:
+            return replace(proposal, reason=self._no_plan)
+        if self.move_when == "always":
+            return self._always(proposal)
+        return self._after_trial(proposal, horizon_steps) or self._weigh(proposal, horizon_steps, remaining_steps)
+
+    def moved(self, decision: Decision, moved_bytes: int, seconds: float) -> None:
+        """Notes that a decision was carried out.
+
+        Args:
+            decision: With a target.
+            moved_bytes: Bytes that travelled.
+            seconds: Seconds that it took the slowest rank.
+        """
+        assert decision.target is not None
+        assert self._problem is not None
+        self.cost.learn(moved_bytes, seconds)
+        self._regret.restart()
+        trial, self._trial = self._trial, None
+        if decision.undone:
+            assert trial is not None
+            self._undone.add(trial.after)
+        elif self.move_when == "worthwhile":
+            before, gain = self._problem.current, decision.prediction.gain
+            self._trial = Trial(before, decision.target, self._seconds.values, gain, self._step)
+
+    def _add_regret(self, problem: BalancingProblem, pace_s: float, steps: int) -> None:
+        plan = self._plan
+        if plan is None or plan == problem.current or plan in self._undone:
+            return
+        self._regret.add(predict(problem, plan).gain, self._plan_gain, pace_s, steps, self.min_gain)
+
+    def _make_plan(self, problem: BalancingProblem) -> None:
+        self._no_plan = ""
+        try:
+            self._plan = self.balancer.balance(problem)
+        except ValueError as error:
+            if problem.memory is None:
+                raise
+            # The split that runs goes on running, whatever the measured sizes say.
+            self._plan, self._no_plan = problem.current, str(error)
+        self._plan_gain = predict(problem, self._plan).gain
+
+    def _proposal(self, problem: BalancingProblem) -> Decision:
+        assert self._plan is not None
+        prediction = predict(problem, self._plan)
+        gain_s = prediction.gain * self._pace_s(problem)
+        cost_s = self.cost.predict(problem.moved_bytes(self._plan))
+        return Decision(self._plan, None, prediction, gain_s, cost_s, "")
+
+    def _pace_s(self, problem: BalancingProblem) -> float:
+        return replace(problem, loads=self._seconds.values, stage_costs=None).bottleneck(problem.current)
+
+    def _always(self, proposal: Decision) -> Decision:
+        if proposal.prediction.gain > 0:
+            return replace(proposal, target=proposal.proposed, reason=_gain(proposal))
+        return replace(proposal, reason=_stays(proposal, self._current))
+
+    @property
+    def _current(self) -> Assignment:
+        assert self._problem is not None
+        return self._problem.current
+
+    def _after_trial(self, proposal: Decision, horizon_steps: int | None) -> Decision | None:
+        """Returns what the last move's measurements ask for; None if nothing."""
+        trial, problem = self._trial, self._problem
+        if trial is None or problem is None:
+            return None
+        if not trial.gains:
+            return None
+        told = f"measured {trial.gain:+.1%} where {trial.promised:+.1%} was predicted"
+        if trial.is_over(self.min_gain):
+            self._trial = None
+            return None
+        if not trial.is_worse(self.min_gain):
+            return replace(proposal, reason=f"the last move is still on trial: {told}", measure_in=1)
+        loss_s = -trial.gain * self._pace_s(problem)
+        cost_s = self.cost.predict(problem.moved_bytes(trial.before))
+        prediction = Prediction(1.0 - trial.gain, 1.0)
+        back = Decision(trial.before, trial.before, prediction, loss_s, cost_s, told, undone=True)
+        wait = _wait(loss_s, cost_s, trial.lost_s, horizon_steps)
+        if wait == 0:
+            return back
+        return replace(back, target=None, undone=False, reason=f"{told}, which undoing would not pay", measure_in=wait)
+
+    def _weigh(self, proposal: Decision, horizon_steps: int | None, remaining_steps: int | None) -> Decision:
+        """Says whether the plan is worth its move."""
+        problem = self._problem
+        assert problem is not None
+        if not problem.fits(problem.current) and proposal.proposed != problem.current:
+            return replace(proposal, target=proposal.proposed, reason="the split that runs takes too much memory")
+        if proposal.prediction.gain <= self.min_gain:
+            return replace(proposal, reason=_stays(proposal, problem.current))
+        if proposal.proposed in self._undone:
+            return replace(proposal, reason=f"{list(proposal.proposed.balance)} was undone before")
+        price_s = proposal.cost_s * 2 ** len(self._undone)
+        needed_s = max(price_s, self._regret.noise_s(self._pace_s(problem), self.min_gain))
+        if remaining_steps is not None and proposal.gain_s * remaining_steps <= price_s:
+            return replace(proposal, reason=f"{_gain(proposal)}, and training ends in {remaining_steps} steps")
+        wait = _wait(proposal.gain_s, price_s, 0.0, horizon_steps) if horizon_steps is not None else None
+        if wait == 0 or self._regret.total_s >= needed_s:
+            return replace(proposal, target=proposal.proposed, reason=_gain(proposal))
+        if horizon_steps is not None:
+            reason = f"{_gain(proposal)}, and the model changes again in {horizon_steps} steps"
+            return replace(proposal, reason=reason)
+        reason = f"{_gain(proposal)}; staying has cost {format_seconds(self._regret.total_s)} so far"
+        return replace(proposal, reason=reason, measure_in=_wait(proposal.gain_s, needed_s, self._regret.total_s, None))
+
+
+def _wait(gain_s: float, cost_s: float, spent_s: float, horizon_steps: int | None) -> int | None:
+    """Returns the steps until a move is worth its cost: 0 for now, None for not within the horizon."""
+    if horizon_steps is not None and gain_s * horizon_steps > cost_s:
+        return 0
+    if spent_s >= cost_s:
+        return 0
+    if horizon_steps is not None or gain_s <= 0:
+        return None
+    return max(math.ceil((cost_s - spent_s) / gain_s), 1)
+
+
+def _stays(proposal: Decision, current: Assignment) -> str:
+    if proposal.proposed == current:
+        return f"{list(current.balance)} is the best split already"
+    return f"{list(proposal.proposed.balance)} would gain only {proposal.prediction.gain:.1%}"
+
+
+def _gain(proposal: Decision) -> str:
+    steps = math.ceil(proposal.cost_s / proposal.gain_s) if proposal.gain_s > 0 else 0
+    return (
+        f"{list(proposal.proposed.balance)} gains {format_seconds(proposal.gain_s)} per step for "
+        f"{format_seconds(proposal.cost_s)}, paid back after {steps} steps"
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a time as people read it, such as ``"1.5 ms"``."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

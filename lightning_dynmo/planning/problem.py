@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dynmo.planning.assignment import Assignment
 from lightning_dynmo.planning.loads import non_negative
@@ -122,6 +122,10 @@ class BalancingProblem:
     def ranks(self) -> tuple[int, ...]:
         """The rank of each stage, ``[S]``."""
         return tuple(range(self.num_stages)) if self.placement is None else tuple(self.placement)
+
+    def with_loads(self, loads: Sequence[float]) -> "BalancingProblem":
+        """Returns the same problem with other costs of the layers."""
+        return replace(self, loads=loads)
 
     def rank_times(self, assignment: Assignment) -> tuple[float, ...]:
         """Returns the time that each rank takes under an assignment, ``[R]``, in the unit of the loads."""
