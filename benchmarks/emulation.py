@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_dynmo.nn import EmulatedLayer
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import Inputs, PipelineGroups, PipelineRuntime, create_groups
-from lightning_dynmo.planning import Assignment
+from lightning_dynmo.planning import Assignment, MoveWhen
 from lightning_dynmo.simulation import LayerCost
 
 NUM_RANKS = 8
@@ -44,6 +44,10 @@ def _call(rank: int, path: Path, function: Callable[..., Any], args: Sequence[An
     dist.destroy_process_group()
 
 
+def _nothing() -> None:
+    pass
+
+
 class EmulatedPipeline:
     """One pipeline, uniformly split at first, with its optimizer. All ranks call its methods alike.
 
@@ -54,6 +58,7 @@ class EmulatedPipeline:
         schedule: Schedule.
         stages_per_rank: Stages on each rank.
         num_parameters: Elements of each layer's weight.
+        move_when: When the library moves layers.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class EmulatedPipeline:
         schedule: str = "1f1b",
         stages_per_rank: int = 1,
         num_parameters: int = 1024,
+        move_when: MoveWhen = "worthwhile",
     ) -> None:
         self.layers = nn.ModuleList([EmulatedLayer(cost, num_parameters) for cost in costs])
         self.uniform = Assignment.uniform(len(costs), groups.pp_size * stages_per_rank)
@@ -73,6 +79,7 @@ class EmulatedPipeline:
             self.uniform,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
+            move_when=move_when,
         )
         self.runtime.distribute()
         self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=1e-3)
@@ -106,13 +113,20 @@ class EmulatedPipeline:
         self._step += 1
         return seconds
 
-    def step(self) -> float:
-        """Runs a training step and returns its seconds."""
+    def step(self, before: Callable[[], object] = _nothing, after: Callable[[], object] = _nothing) -> float:
+        """Runs a training step and returns its seconds.
+
+        Args:
+            before: Called before the forward; its time counts.
+            after: Called after the optimizer; its time counts.
+        """
         dist.barrier()
         begin = time.perf_counter()
+        before()
         self.runtime.train(self._inputs, self._loss, self._step)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        after()
         dist.barrier()
         self._step += 1
         return time.perf_counter() - begin
