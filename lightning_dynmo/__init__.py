@@ -16,6 +16,7 @@ from lightning_dynmo.module import PipelineModule
 from lightning_dynmo.pipeline import PipelineError
 from lightning_dynmo.planning import Assignment, Balancer, BalancingProblem, PartitionBalancer
 from lightning_dynmo.strategy import DynMoStrategy
+from lightning_dynmo.tokens import count_tokens
 from lightning_dynmo.weights import load_layer_weights
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "RebalanceCallback",
     "TextDataModule",
     "consolidate_checkpoint",
+    "count_tokens",
     "hf_layers",
     "layers_of",
     "load_layer_weights",

@@ -1,4 +1,4 @@
-"""Seconds per layer, forward and backward, measured only in the iterations that are asked for."""
+"""Seconds, tokens and bytes per layer, measured only in the iterations that are asked for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dynmo._torch import tree_leaves
+from lightning_dynmo.activations import KeptActivations
+from lightning_dynmo.tokens import noting_tokens, tokens_of
 
 Stamp = float | torch.cuda.Event
 
@@ -34,6 +36,8 @@ class LayerTimer:
         self._arrivals: dict[int, dict[int, Stamp]] = defaultdict(dict)
         self._busy: list[tuple[Stamp, Stamp]] = []
         self._step: list[tuple[Stamp, Stamp]] = []
+        self._tokens: dict[tuple[int, int], int] = {}
+        self._kept: dict[int, KeptActivations] = {}
 
     @contextmanager
     def forward(self, layer: int, microbatch: int) -> Iterator[None]:
@@ -41,6 +45,45 @@ class LayerTimer:
         begin = self._now()
         yield
         self._forward[layer][microbatch].append((begin, self._now()))
+
+    @contextmanager
+    def tokens(self, layer: int, microbatch: int, values: Sequence[Any]) -> Iterator[None]:
+        """Counts the tokens that a layer works on: those of its input, unless it says otherwise.
+
+        Args:
+            layer: Layer.
+            microbatch: Microbatch.
+            values: The layer's input.
+        """
+
+        def note(num_tokens: int) -> None:
+            self._tokens[layer, microbatch] = num_tokens
+
+        note(tokens_of(values))
+        with noting_tokens(note):
+            yield
+
+    def activations(self, module: nn.Module, layer: int, microbatch: int) -> AbstractContextManager[Any]:
+        """Counts the bytes that autograd keeps of a layer's forward, of the first microbatch only."""
+        if microbatch != 0 or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._kept_by(module, layer).saving()
+
+    def keeps(self, module: nn.Module, layer: int, microbatch: int, values: Sequence[Any]) -> None:
+        """Counts tensors that are kept for a layer's backward by other means, of the first microbatch only."""
+        if microbatch == 0 and torch.is_grad_enabled():
+            self._kept_by(module, layer).add(values)
+
+    def _kept_by(self, module: nn.Module, layer: int) -> KeptActivations:
+        return self._kept.setdefault(layer, KeptActivations(module))
+
+    def num_tokens(self, layer: int) -> int:
+        """Returns the tokens that a layer worked on, over all microbatches."""
+        return sum(count for (index, _), count in self._tokens.items() if index == layer)
+
+    def activation_bytes(self, layer: int) -> int:
+        """Returns the bytes that a layer keeps of one microbatch until its backward."""
+        return self._kept[layer].num_bytes if layer in self._kept else 0
 
     def watch(self, output: Any, layer: int, microbatch: int, inputs: Sequence[Any] = ()) -> None:
         """Notes when the gradient of a layer's output arrives, which is when its backward begins.

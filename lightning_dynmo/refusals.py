@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dynmo.ownership import has_shells
-from lightning_dynmo.planning import Balancer
+from lightning_dynmo.planning import Balancer, check_load_metric, check_move_when
 
 
 def check_types(num_microbatches: Any, schedule: Any, balance: Any, balancer: Any, timeout: Any) -> None:
@@ -62,6 +63,43 @@ def check_sizes(pipeline_parallel_size: Any, data_parallel_size: Any, stages_per
             raise TypeError(f"{name} must be a whole number or {free!r}, such as 2, got {size!r}.")
         if size < 1:
             raise ValueError(f"{name} must be at least 1 or {free!r}, got {size}.")
+
+
+def check_rebalancing(load: Any, move_when: Any, rank_speeds: Any, memory_cap_bytes: Any) -> None:
+    """Checks by what and when layers are to move, how fast ranks are, and how much they may hold.
+
+    Raises:
+        TypeError: If one is of another type.
+        ValueError: If one has a value that cannot work.
+    """
+    check_load_metric(load)
+    check_move_when(move_when)
+    if rank_speeds is not None:
+        numbers = isinstance(rank_speeds, list | tuple) and all(
+            isinstance(speed, int | float) and not isinstance(speed, bool) for speed in rank_speeds
+        )
+        if not numbers:
+            raise TypeError(f"rank_speeds must be a list of numbers, such as [1.0, 0.5], got {rank_speeds!r}.")
+        if not all(0 < speed < math.inf for speed in rank_speeds):
+            raise ValueError(f"rank_speeds must be finite and above 0, such as [1.0, 0.5], got {rank_speeds}.")
+    if memory_cap_bytes is not None:
+        if not isinstance(memory_cap_bytes, int) or isinstance(memory_cap_bytes, bool):
+            raise TypeError(f"memory_cap_bytes must be a whole number, such as 8000000000, got {memory_cap_bytes!r}.")
+        if memory_cap_bytes < 1:
+            raise ValueError(f"memory_cap_bytes must be at least 1, such as 8000000000, got {memory_cap_bytes}.")
+
+
+def check_num_speeds(rank_speeds: Sequence[float] | None, num_ranks: int) -> None:
+    """Checks that there is one speed for each rank of a pipeline.
+
+    Raises:
+        ValueError: If not.
+    """
+    if rank_speeds is not None and len(rank_speeds) != num_ranks:
+        raise ValueError(
+            f"rank_speeds must have one entry for each of the {num_ranks} ranks of a pipeline, got {len(rank_speeds)}. "
+            f"Use for example rank_speeds={[1.0] * num_ranks}."
+        )
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_dynmo.callbacks.base import remaining_steps
 from lightning_dynmo.module import pipeline_inputs
 from lightning_dynmo.pipeline import (
     GradientWindow,
@@ -21,6 +22,7 @@ from lightning_dynmo.pipeline import (
 )
 from lightning_dynmo.planning import imbalance, load_values
 from lightning_dynmo.replay import StepMethod, StepResult, merge_replicas, replay
+from lightning_dynmo.reporting import rebalance_line
 from lightning_dynmo.sameness import SharedBuffers, check_same_batch
 
 
@@ -93,6 +95,13 @@ class PipelineSteps:
             self._log_profile()
         return result.output
 
+    def rebalance_for_good(self, trainer: Trainer) -> None:
+        """Moves layers so that the split is right for the rest of the run, as far as has been measured."""
+        horizon = remaining_steps(trainer) * trainer.accumulate_grad_batches
+        with self.runtime.groups.guard("first rebalance"):
+            rebalance = self.runtime.rebalance(horizon_steps=horizon)
+        self.module.print(rebalance_line(trainer.global_step, rebalance, self.runtime))
+
     def evaluate(self, name: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs another step method; the batch may have any size. Arguments as in `train`."""
         most = self.num_microbatches or 4 * len(self.runtime.placement)
@@ -163,10 +172,13 @@ class PipelineSteps:
     def _log_profile(self) -> None:
         runtime = self.runtime
         assert runtime.profile is not None
-        stage_loads = runtime.assignment.stage_loads(load_values(runtime.profile.loads, runtime.load))
-        self.module.log("dynmo/imbalance", imbalance(stage_loads), prog_bar=True)
+        assert runtime.rebalancer.problem is not None
+        self.module.log(
+            "dynmo/imbalance", imbalance(runtime.rebalancer.problem.rank_times(runtime.assignment)), prog_bar=True
+        )
         self.module.log("dynmo/bubble_ratio", runtime.profile.bubble_ratio, prog_bar=True)
         self.module.log("dynmo/step_time_s", runtime.profile.step_s)
+        stage_loads = runtime.assignment.stage_loads(load_values(runtime.profile.loads, runtime.load))
         for stage, stage_load in enumerate(stage_loads):
             self.module.log(f"dynmo/load/stage_{stage}", stage_load)
         unit = "stage" if runtime.stages_per_rank == 1 else "rank"

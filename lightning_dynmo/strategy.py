@@ -34,10 +34,17 @@ from lightning_dynmo.pipeline import (
     clip_grad_value,
     find_schedule,
 )
-from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, check_load_metric, initial_assignment
-from lightning_dynmo.refusals import check_sizes, check_types, refuse_optimizers, refuse_unsupported
+from lightning_dynmo.planning import Assignment, Balancer, LoadMetric, MoveWhen, initial_assignment
+from lightning_dynmo.refusals import (
+    check_num_speeds,
+    check_rebalancing,
+    check_sizes,
+    check_types,
+    refuse_optimizers,
+    refuse_unsupported,
+)
 from lightning_dynmo.replay import LocalMetrics, prepare_metrics
-from lightning_dynmo.reporting import final_table, rebalance_line
+from lightning_dynmo.reporting import final_table
 from lightning_dynmo.sameness import check_same_form, share_random_state
 from lightning_dynmo.signals import Signals
 from lightning_dynmo.steps import PipelineSteps, Window
@@ -69,7 +76,13 @@ class DynMoStrategy(PipelineCheckpoints):
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
-        load: What is to be equal between stages: ``"time"`` as measured, or ``"parameters"``.
+        load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on, for
+            models in which layers skip some (see ``count_tokens``).
+        move_when: ``"worthwhile"`` moves layers only if that gains more time than it costs, and takes back moves that
+            failed to; ``"always"`` moves them whenever another split would be better at all.
+        rank_speeds: Relative speeds of the ranks of a pipeline, such as ``[1.0, 1.0, 0.5]``; all equal by default.
+        memory_cap_bytes: Most bytes that layers with their activations may take on a rank. By default nine tenths of
+            the device's memory on CUDA, and no limit on the CPU.
         save_distributed_checkpoint: Whether checkpoints are folders to which each rank writes the layers it owns,
             instead of one file for which the first rank gathers all layers. Both can be loaded with either setting.
         timeout: Longest wait for another rank.
@@ -96,6 +109,9 @@ class DynMoStrategy(PipelineCheckpoints):
         balance: list[int] | str = "uniform",
         balancer: Balancer | None = None,
         load: LoadMetric = "time",
+        move_when: MoveWhen = "worthwhile",
+        rank_speeds: list[float] | None = None,
+        memory_cap_bytes: int | None = None,
         activation_checkpointing: bool = False,
         save_distributed_checkpoint: bool = False,
         timeout: timedelta = timedelta(minutes=30),
@@ -107,6 +123,7 @@ class DynMoStrategy(PipelineCheckpoints):
     ) -> None:
         check_types(num_microbatches, schedule, balance, balancer, timeout)
         check_sizes(pipeline_parallel_size, data_parallel_size, stages_per_rank)
+        check_rebalancing(load, move_when, rank_speeds, memory_cap_bytes)
         super().__init__(
             pipeline_parallel_size,
             data_parallel_size,
@@ -117,13 +134,15 @@ class DynMoStrategy(PipelineCheckpoints):
             checkpoint_io,
             precision_plugin,
         )
-        check_load_metric(load)
         self.schedule = find_schedule(schedule)
         self.stages_per_rank = check_stages_per_rank(self.schedule, stages_per_rank)
         self.num_microbatches = num_microbatches
         self.balance = balance
         self.balancer = balancer
         self.load = load
+        self.move_when: MoveWhen = move_when
+        self.rank_speeds = rank_speeds
+        self.memory_cap_bytes = memory_cap_bytes
         self.activation_checkpointing = activation_checkpointing
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._hooks: GradientHooks | None = None
@@ -154,6 +173,7 @@ class DynMoStrategy(PipelineCheckpoints):
         # Its advice does not hold here: every rank logs the same values.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*", module="lightning.*")
         division = self.division
+        check_num_speeds(self.rank_speeds, self.pipeline_parallel_size)
         refuse_unsupported(trainer, module, self.precision_plugin, divided=division.left is not None)
         if trainer.state.fn == TrainerFn.FITTING and self.num_microbatches != "auto":
             num_ranks = self.pipeline_parallel_size
@@ -176,6 +196,9 @@ class DynMoStrategy(PipelineCheckpoints):
             recompute=self.activation_checkpointing,
             balancer=self.balancer,
             load=self.load,
+            move_when=self.move_when,
+            rank_speeds=self.rank_speeds,
+            memory_cap_bytes=self.memory_cap_bytes,
             seed=seed,
             precision_context=self.precision_plugin.forward_context,
         )
@@ -262,9 +285,7 @@ class DynMoStrategy(PipelineCheckpoints):
         )
         if self._balance_by_time and window.starts and self.runtime.profile is not None:
             self._balance_by_time = False
-            with self._together("first rebalance"):
-                rebalance = self.runtime.rebalance()
-            trainer.lightning_module.print(rebalance_line(trainer.global_step, rebalance, self.runtime.load))
+            self.steps.rebalance_for_good(trainer)
         measure = step == 1 or (every > 0 and (step + 1) % every == 0)
         return self.steps.train(batch, args, step, window, measure=measure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +19,11 @@ from lightning_dynmo.reporting import rebalance_line
 class DynamismCallback(Callback):
     """Applies a scheme that changes what layers cost, and has the pipeline rebalanced after each change.
 
-    A subclass implements `apply`. The batch after a change is measured and layers move at its end; in between optimizer
-    steps nothing moves. Without `DynMoStrategy`, on one device for instance, the scheme is applied all the same and
-    nothing is rebalanced.
+    A subclass implements `apply`, and `steps_until_change` where it knows. The batch after a change is measured, and
+    layers move at its end where that is worth its cost (see ``DynMoStrategy(move_when=...)``); in between optimizer
+    steps nothing moves. Where the answer is not certain yet, and after a move, further batches are measured. Several
+    such callbacks share one measurement and one decision. Without `DynMoStrategy`, on one device for instance, the
+    scheme is applied all the same and nothing is rebalanced.
 
     Args:
         rebalance_every_n_steps: Rebalance also at every so many optimizer steps, whether the model has changed or not.
@@ -35,7 +38,6 @@ class DynamismCallback(Callback):
             raise ValueError(f"rebalance_every_n_steps must be at least 1 or None, got {rebalance_every_n_steps}.")
         self.rebalance_every_n_steps = rebalance_every_n_steps
         self._changed = False
-        self._measured = False
         self._step = 0
 
     @abstractmethod
@@ -51,6 +53,20 @@ class DynamismCallback(Callback):
             Whether the cost of a layer has changed.
         """
 
+    def steps_until_change(self, step: int) -> float | None:
+        """Returns how many optimizer steps the layers will cost what they cost now, as far as the scheme knows.
+
+        Layers move if that gains more in these steps than the move costs. By default unknown: then they move once
+        staying has cost as much as the move.
+
+        Args:
+            step: Optimizer steps done; where `apply` will change the model after this very step, the answer is 0.
+
+        Returns:
+            Steps; infinity where there will be no change; None where it is not known.
+        """
+        return None
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
@@ -58,9 +74,10 @@ class DynamismCallback(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         runtime = runtime_of(trainer)
-        self._measured = runtime is not None and (self._changed or self._is_due(trainer.global_step + 1))
-        if runtime is not None and self._measured:
-            runtime.request_profile()
+        if runtime is None:
+            return
+        if self._changed or self._is_due(trainer.global_step + 1) or runtime.rebalancer.wants_measurement:
+            runtime.request_rebalance()
 
     @override
     def on_train_batch_end(
@@ -70,11 +87,13 @@ class DynamismCallback(Callback):
             return  # gradients are still being accumulated
         self._step = trainer.global_step
         runtime = runtime_of(trainer)
-        if runtime is not None and self._measured:
-            self._changed = False
+        if runtime is not None and runtime.rebalancer.requested:
             _rebalance(runtime, trainer, pl_module)
+        self._changed = False
         if self.apply(trainer, pl_module, self._step):
             self._changed = True
+            if runtime is not None:
+                runtime.rebalancer.model_changed()
 
     def _is_due(self, step: int) -> bool:
         return self.rebalance_every_n_steps is not None and step % self.rebalance_every_n_steps == 0
@@ -92,10 +111,22 @@ def layers_of(trainer: Trainer, pl_module: LightningModule) -> Sequence[nn.Modul
     return pipeline_layers(pl_module) if runtime is None else runtime.chain.layers
 
 
+def remaining_steps(trainer: Trainer) -> float:
+    """Returns the optimizer steps until training ends; infinity where nothing says when."""
+    total = trainer.estimated_stepping_batches
+    return max(total - trainer.global_step, 0) if total > 0 else math.inf
+
+
 def _rebalance(runtime: PipelineRuntime, trainer: Trainer, pl_module: LightningModule) -> None:
+    """Rebalances once for all callbacks: the first of them is called before any of them changes the model again."""
+    all_callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = [callback for callback in all_callbacks if isinstance(callback, DynamismCallback)]
+    changes = [callback.steps_until_change(trainer.global_step) for callback in callbacks]
+    known = [steps for steps in changes if steps is not None]
+    batches = min([*known, remaining_steps(trainer)]) * trainer.accumulate_grad_batches
     with runtime.groups.guard(f"rebalance after step {trainer.global_step}"):
-        result = runtime.rebalance()
+        result = runtime.rebalance(horizon_steps=None if None in changes else batches, at_most_steps=batches)
     moved = 0 if result.migration is None else len(result.migration.moves)
     pl_module.log("dynmo/moved_layers", float(moved))
     pl_module.log("dynmo/overhead_share", runtime.overhead_share)
-    pl_module.print(rebalance_line(trainer.global_step, result, runtime.load))
+    pl_module.print(rebalance_line(trainer.global_step, result, runtime))

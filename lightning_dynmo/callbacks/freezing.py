@@ -107,6 +107,7 @@ class LayerFreezingCallback(DynamismCallback):
         self.every_n_steps = every_n_steps
         self._frozen = 0.0
         self._num_frozen = 0
+        self._num_layers = 0
         self._gradient_norms: Sequence[float] | None = None
 
     @property
@@ -117,6 +118,7 @@ class LayerFreezingCallback(DynamismCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self._num_layers = len(layers_of(trainer, pl_module))
         self._freeze(trainer, pl_module, self._num_frozen)
 
     @override
@@ -134,7 +136,7 @@ class LayerFreezingCallback(DynamismCallback):
     def apply(self, trainer: Trainer, pl_module: LightningModule, step: int) -> bool:
         if not self._decides_at(step):
             return False
-        num_layers = len(layers_of(trainer, pl_module))
+        num_layers = self._num_layers
         self._frozen = self.rule.advance(self._frozen, num_layers, self._gradient_norms)
         num_frozen = min(_count(self._frozen), num_layers - 1)
         changed = num_frozen > self._num_frozen
@@ -143,6 +145,14 @@ class LayerFreezingCallback(DynamismCallback):
             pl_module.print(f"[dynmo] step {step}: the first {num_frozen} of {num_layers} layers are frozen")
         pl_module.log("dynmo/freezing/num_frozen_layers", float(self._num_frozen))
         return changed
+
+    @override
+    def steps_until_change(self, step: int) -> float | None:
+        if self._num_frozen and self._num_frozen == self._num_layers - 1:
+            return math.inf
+        if step < self.start_step:
+            return self.start_step - step
+        return (self.start_step - step) % self.every_n_steps
 
     @override
     def state_dict(self) -> dict[str, Any]:

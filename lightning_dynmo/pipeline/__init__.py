@@ -24,15 +24,17 @@ from lightning_dynmo.pipeline.microbatches import (
     split_batch,
 )
 from lightning_dynmo.pipeline.migration import Migration
+from lightning_dynmo.pipeline.rebalancing import Rebalance
 from lightning_dynmo.pipeline.remote_gradients import remote_gradients
 from lightning_dynmo.pipeline.rendezvous import store_of_this_attempt
-from lightning_dynmo.pipeline.runtime import PipelineRuntime, Rebalance
+from lightning_dynmo.pipeline.runtime import PipelineRuntime
 from lightning_dynmo.pipeline.schedules import (
     SCHEDULES,
     check_num_microbatches,
     check_stages_per_rank,
     find_schedule,
     nearest_num_microbatches,
+    simulated_order,
 )
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "owned_state_dict",
     "remote_gradients",
     "save_folder",
+    "simulated_order",
     "split_batch",
     "store_of_this_attempt",
     "with_keys_of",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dynmo._torch import tree_leaves
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.migration import pack
@@ -43,49 +45,95 @@ def gather_profile(
     chain: LayerChain, timer: LayerTimer, groups: PipelineGroups, optimizers: Sequence[Optimizer]
 ) -> Profile:
     """Gathers what each rank measured of its layers in one iteration; every rank returns the same."""
-    mine = {
-        index: LayerLoad(
-            forward_s=timer.forward_s(index),
-            backward_s=timer.backward_s(index),
-            num_parameters=chain.sizes[index].num_parameters,
-            state_bytes=pack(chain, index, optimizers).manifest.num_bytes,
-        )
-        for index in chain.owned
-    }
+    state_factors = [_state_factor(chain, optimizer) for optimizer in optimizers]
+    mine = {index: _load(chain, index, timer, optimizers) for index in chain.owned}
+    to_come = {index: _without_state(chain, index, optimizers) for index in chain.owned}
     loads: dict[int, LayerLoad] = {}
-    busy_s, step_s = [], []
-    for part, busy, step in groups.gather((mine, timer.busy_s(), timer.step_s())):
+    unstepped: dict[int, list[int]] = {}
+    busy_s, step_s, factors = [], [], []
+    for part, waiting, factor, busy, step in groups.gather(
+        (mine, to_come, state_factors, timer.busy_s(), timer.step_s())
+    ):
         loads.update(part)
+        unstepped.update(waiting)
+        factors.append(factor)
         busy_s.append(busy)
         step_s.append(step)
+    largest = [max(column) for column in zip(*factors, strict=True)]
+    for index, load in loads.items():
+        state = sum(round(factor * size) for factor, size in zip(largest, unstepped[index], strict=True))
+        loads[index] = replace(load, layer_bytes=load.layer_bytes + state)
     profile = Profile(tuple(loads[index] for index in range(len(chain))), tuple(busy_s), max(step_s))
     return _slowest(groups.gather_replicas(profile))
 
 
+def _load(chain: LayerChain, index: int, timer: LayerTimer, optimizers: Sequence[Optimizer]) -> LayerLoad:
+    state_bytes = pack(chain, index, optimizers).manifest.num_bytes
+    gradients = sum(parameter.nbytes for parameter in chain.parameters(index) if parameter.requires_grad)
+    return LayerLoad(
+        forward_s=timer.forward_s(index),
+        backward_s=timer.backward_s(index),
+        num_parameters=chain.sizes[index].num_parameters,
+        state_bytes=state_bytes,
+        num_tokens=timer.num_tokens(index),
+        layer_bytes=state_bytes + gradients,
+        activation_bytes=timer.activation_bytes(index),
+    )
+
+
+def _state_factor(chain: LayerChain, optimizer: Optimizer) -> float:
+    """Returns the bytes of state that an optimizer keeps per byte of a parameter, as far as it has made a step."""
+    factors = [0.0]
+    for parameter in chain.owned_parameters():
+        state = optimizer.state.get(parameter, {})
+        held = sum(value.nbytes for value in tree_leaves(dict(state)) if isinstance(value, Tensor))
+        factors.append(held / max(parameter.nbytes, 1) if parameter.numel() > 1 else 0.0)
+    return max(factors)
+
+
+def _without_state(chain: LayerChain, index: int, optimizers: Sequence[Optimizer]) -> list[int]:
+    """Returns, for each optimizer, the bytes of a layer's parameters that it will yet make state for."""
+    own = {parameter for parameter in chain.parameters(index) if parameter.requires_grad}
+    return [
+        sum(
+            parameter.nbytes
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in own and parameter not in optimizer.state
+        )
+        for optimizer in optimizers
+    ]
+
+
 def _slowest(profiles: Sequence[Profile]) -> Profile:
     """Reduces the replicas' profiles by max, so that all replicas plan from the same loads."""
+    names = [field.name for field in fields(LayerLoad)]
     loads = [
-        LayerLoad(
-            forward_s=max(load.forward_s for load in layer),
-            backward_s=max(load.backward_s for load in layer),
-            num_parameters=max(load.num_parameters for load in layer),
-            state_bytes=max(load.state_bytes for load in layer),
-        )
+        LayerLoad(**{name: max(getattr(load, name) for load in layer) for name in names})
         for layer in zip(*(profile.loads for profile in profiles), strict=True)
     ]
     busy_s = tuple(map(max, *(profile.busy_s for profile in profiles))) if len(profiles) > 1 else profiles[0].busy_s
     return Profile(tuple(loads), busy_s, max(profile.step_s for profile in profiles))
 
 
-def agree_on(plan: Assignment, groups: PipelineGroups) -> None:
+def agree_on(plan: Assignment, reason: str, groups: PipelineGroups) -> None:
     """Checks that every rank has come to the same plan.
+
+    Args:
+        plan: The plan of this rank.
+        reason: Why it does what with it.
+        groups: Process groups of this rank.
 
     Raises:
         RuntimeError: If not, on every rank; a balancer is then not a pure function of the loads.
     """
-    plans = [balance for replica in groups.gather_replicas(groups.gather(plan.balance)) for balance in replica]
+    mine = (plan.balance, reason)
+    plans = [plan for replica in groups.gather_replicas(groups.gather(mine)) for plan in replica]
     if len(set(plans)) > 1:
-        listed = "; ".join(f"rank {rank}: {list(balance)}" for rank, balance in enumerate(plans))
+        differ = len({balance for balance, _ in plans}) > 1
+        listed = "; ".join(
+            f"rank {rank}: {list(balance) if differ else why}" for rank, (balance, why) in enumerate(plans)
+        )
         raise RuntimeError(
             f"The ranks came to different plans from the same loads ({listed}), so nothing was moved. A balancer must "
             "be a pure function of its arguments: no randomness, clocks or state of its own."

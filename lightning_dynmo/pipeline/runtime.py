@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,49 +14,29 @@ from torch.optim import Optimizer
 from lightning_dynmo._torch import Order
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
 from lightning_dynmo.pipeline.borders import Border, condition_of, form_of, infer_borders
-from lightning_dynmo.pipeline.exchange import Profile, agree_on, gather_profile
+from lightning_dynmo.pipeline.exchange import Profile, gather_profile
 from lightning_dynmo.pipeline.execution import ScheduleRun
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.microbatches import Inputs
 from lightning_dynmo.pipeline.migration import Migration, make_whole, migrate
 from lightning_dynmo.pipeline.randomness import keyed_python_randomness
+from lightning_dynmo.pipeline.rebalancing import Rebalance, Rebalancer
 from lightning_dynmo.pipeline.replicas import same_on_all_replicas
-from lightning_dynmo.pipeline.schedules import check_stages_per_rank, evaluation_order_of, find_schedule, order_of
-from lightning_dynmo.pipeline.stage import Iteration, LastStep, Stage
-from lightning_dynmo.planning import (
-    Assignment,
-    Balancer,
-    BalancingProblem,
-    LoadMetric,
-    Move,
-    PartitionBalancer,
-    Prediction,
-    load_values,
-    predict,
+from lightning_dynmo.pipeline.schedules import (
+    check_stages_per_rank,
+    evaluation_order_of,
+    find_schedule,
+    order_of,
+    simulated_order,
 )
+from lightning_dynmo.pipeline.stage import Iteration, LastStep, Stage
+from lightning_dynmo.planning import Assignment, LoadMetric, Move, MoveWhen, PartitionBalancer, RebalancePolicy
+from lightning_dynmo.planning.balancers import Balancer
 from lightning_dynmo.profiling import LayerTimer
+from lightning_dynmo.simulation import in_flight
 
 _MAX_BORDERS = 64
 """Shapes of inputs for which borders are remembered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rebalance:
-    """What one call of `PipelineRuntime.rebalance` decided and did.
-
-    Attributes:
-        before: Assignment until then.
-        proposed: What the balancer proposed.
-        prediction: Largest stage load before and after.
-        migration: What moved; None if nothing did.
-        duration_s: Seconds of it all, on this rank.
-    """
-
-    before: Assignment
-    proposed: Assignment
-    prediction: Prediction
-    migration: Migration | None
-    duration_s: float
 
 
 class PipelineRuntime:
@@ -72,6 +51,9 @@ class PipelineRuntime:
         recompute: Whether activations inside layers are dropped and computed again in the backward.
         balancer: Plans new assignments.
         load: What the balancer evens out.
+        move_when: Whether layers move only where that is worth its cost, or whenever a plan is better.
+        rank_speeds: Speed of each rank of a pipeline, relative to one another; by default all equal.
+        memory_cap_bytes: Most bytes that layers and activations may take on a rank; see `Rebalancer`.
         seed: Base of all random numbers drawn inside layers.
         precision_context: Entered around each layer, such as autocast.
     """
@@ -87,6 +69,9 @@ class PipelineRuntime:
         recompute: bool = False,
         balancer: Balancer | None = None,
         load: LoadMetric = "time",
+        move_when: MoveWhen = "worthwhile",
+        rank_speeds: Sequence[float] | None = None,
+        memory_cap_bytes: int | None = None,
         seed: int = 0,
         precision_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -94,8 +79,6 @@ class PipelineRuntime:
         self.groups = groups
         self.assignment = assignment
         self.initial_assignment = assignment
-        self.balancer = balancer or PartitionBalancer()
-        self.load = load
         self._optimizers: Sequence[Optimizer] = ()
         self.profile: Profile | None = None
         self._overhead_s = 0.0
@@ -103,6 +86,14 @@ class PipelineRuntime:
         self.schedule = find_schedule(schedule)
         self.stages_per_rank = check_stages_per_rank(self.schedule, stages_per_rank)
         self.placement = self.schedule.place(groups.pp_size, self.stages_per_rank)
+        self.rebalancer = Rebalancer(
+            groups,
+            self.placement,
+            RebalancePolicy(balancer or PartitionBalancer(), move_when=move_when),
+            load=load,
+            rank_speeds=rank_speeds,
+            memory_cap_bytes=memory_cap_bytes,
+        )
         self._recompute = recompute
         self.seed = seed
         self._precision_context = precision_context
@@ -120,6 +111,11 @@ class PipelineRuntime:
     def last_rank(self) -> int:
         """The `pp_rank` that runs the last stage, and with it the step methods."""
         return self.placement[-1]
+
+    @property
+    def load(self) -> LoadMetric:
+        """What is evened out."""
+        return self.rebalancer.load
 
     @property
     def is_last(self) -> bool:
@@ -213,10 +209,10 @@ class PipelineRuntime:
         order = order_of(self.schedule, groups.pp_size, self.stages_per_rank, num_microbatches)
         with keyed_python_randomness(self.seed, step), nullcontext() if timer is None else timer.step():
             self._run(order, self._iteration(inputs, last_step, step, timer), on_gradients)
+        self.rebalancer.trained(step)
         if timer is not None:
             begin = time.perf_counter()
-            self.profile = gather_profile(self.chain, timer, self.groups, self.optimizers)
-            self._profile_next = False
+            self._observe(timer, step, num_microbatches)
             self._overhead_s += time.perf_counter() - begin
 
     def evaluate(self, inputs: Sequence[Inputs], last_step: LastStep, step: int) -> None:
@@ -229,13 +225,18 @@ class PipelineRuntime:
         """Asks that the next training batch be measured; `profile` holds the result afterwards."""
         self._profile_next = True
 
-    def rebalance(self, min_gain: float = 0.02) -> Rebalance:
-        """Plans from the last profile and moves layers if the largest stage load falls by enough.
+    def request_rebalance(self) -> None:
+        """Asks that the next batch be measured, and that `rebalance` be called after its optimizer step."""
+        self._profile_next = self.rebalancer.requested = True
+
+    def rebalance(self, *, horizon_steps: float | None = None, at_most_steps: float | None = None) -> Rebalance:
+        """Decides from the batches measured so far whether layers move, and moves them.
 
         Call it between optimizer steps.
 
         Args:
-            min_gain: Smallest predicted fall of the largest stage load, as a share of it, that is worth a move.
+            horizon_steps: Batches for which layers will cost what they cost now, where that is known.
+            at_most_steps: Batches after which they will not, where only that is known.
 
         Raises:
             RuntimeError: If nothing was measured yet, or the ranks' plans differ.
@@ -246,26 +247,29 @@ class PipelineRuntime:
                 "is to follow."
             )
         begin = time.perf_counter()
-        before = self.assignment
-        loads = load_values(self.profile.loads, self.load)
-        state_bytes = [load.state_bytes for load in self.profile.loads]
-        problem = BalancingProblem(loads, before, self.placement, state_bytes)
-        proposed = self.balancer.balance(problem)
-        agree_on(proposed, self.groups)
-        prediction = predict(problem, proposed)
-        migration = None
-        if prediction.gain > min_gain:
-            migration = self._migrate(proposed)
+        before, migration = self.assignment, None
+        decision = self.rebalancer.decide(horizon_steps, at_most_steps)
+        if decision.target is not None:
+            agreed = time.perf_counter()
+            migration = self._migrate(decision.target)
+            self.rebalancer.moved(decision, migration, time.perf_counter() - agreed)
         duration_s = time.perf_counter() - begin
         self._overhead_s += duration_s
-        return Rebalance(before, proposed, prediction, migration, duration_s)
+        return Rebalance(before, decision, migration, duration_s)
 
     def move_to(self, assignment: Assignment) -> Migration:
         """Moves layers so that the pipeline has the given assignment. Call it between optimizer steps."""
         begin = time.perf_counter()
         migration = self._migrate(assignment)
+        self.rebalancer.policy.placed(assignment)
         self._overhead_s += time.perf_counter() - begin
         return migration
+
+    def _observe(self, timer: LayerTimer, step: int, num_microbatches: int) -> None:
+        self.profile = gather_profile(self.chain, timer, self.groups, self.optimizers)
+        self._profile_next = False
+        order = simulated_order(self.schedule, self.groups.pp_size, self.stages_per_rank, num_microbatches)
+        self.rebalancer.observe(self.profile, self.assignment, step, in_flight(order, len(self.placement)))
 
     def _migrate(self, assignment: Assignment) -> Migration:
         if self.accumulating:

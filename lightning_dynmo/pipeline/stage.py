@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_dynmo._torch import OptimizedModule
+from lightning_dynmo.activations import forbids_hooks
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline.borders import Border, as_arguments, call_layer, check_border
 from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error, is_lost_connection
@@ -217,18 +218,17 @@ class Stage:
         return self._now.borders[microbatch][layer]
 
     def _run(self, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
-        layer, kwargs, timer = self.chain.layers[index], self._now.inputs[microbatch].kwargs, self._now.timer
+        timer = self._now.timer
         with (
             _NamedFailure(f"{self._where}, {self.chain.name(index)}, microbatch {microbatch}"),
             nullcontext() if timer is None else timer.forward(index, microbatch),
             self._random(index, microbatch),
             self._precision_context(),
         ):
-            if self._recompute and torch.is_grad_enabled():
-                contexts = partial(_recomputation_of, layer)
-                output = checkpoint(call_layer, layer, values, kwargs, use_reentrant=False, context_fn=contexts)
+            if timer is None:
+                output = self._call(index, values, microbatch)
             else:
-                output = call_layer(layer, values, kwargs)
+                output = self._measured_call(timer, index, values, microbatch)
             if index in self._unchecked and torch.is_grad_enabled():
                 refuse_reentrant(output, values, self.chain.name(index))
                 self._unchecked.remove(index)
@@ -236,8 +236,31 @@ class Stage:
             timer.watch(output, index, microbatch, inputs=values)
         return output
 
+    def _call(self, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
+        layer, kwargs = self.chain.layers[index], self._now.inputs[microbatch].kwargs
+        if self._recompute and torch.is_grad_enabled():
+            contexts = partial(_recomputation_of, layer)
+            return checkpoint(call_layer, layer, values, kwargs, use_reentrant=False, context_fn=contexts)
+        return call_layer(layer, values, kwargs)
+
+    def _measured_call(self, timer: LayerTimer, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
+        layer = self.chain.layers[index]
+        if self._recompute:
+            timer.keeps(layer, index, microbatch, values)
+        try:
+            with timer.tokens(index, microbatch, values), timer.activations(layer, index, microbatch):
+                return self._call(index, values, microbatch)
+        except RuntimeError as error:
+            if not forbids_hooks(error):
+                raise
+        with timer.tokens(index, microbatch, values), self._random(index, microbatch):
+            return self._call(index, values, microbatch)
+
     def _last_step(self, microbatch: int, output: Any) -> Any:
         timer, last = self._now.timer, self.layers[-1]
+        if timer is not None:
+            # Hooks around a step that uses torch.func would break it. A loss keeps about as much as it is given.
+            timer.keeps(self.chain.layers[last], last, microbatch, (output,))
         with (
             _NamedFailure(f"{self._where}, step method, microbatch {microbatch}"),
             nullcontext() if timer is None else timer.forward(last, microbatch),

@@ -16,6 +16,8 @@ from lightning_dynmo.planning.trial import Trial
 
 MoveWhen = Literal["worthwhile", "always"]
 
+_SETTLED = 2  # steps after a move: in the first one, stages are built anew
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -59,8 +61,8 @@ class RebalancePolicy:
 
     * Loads are averaged over measurements. The average starts anew when the model is known to have changed.
     * Where it is known how long a gain will last, layers move if it is more than the move costs. Else they move once
-      staying has cost as much (see `Regret`), by a plan made before the measurement that counts: in the measurement that
-      a plan is made from, noise looks like gain.
+      staying has cost as much (see `Regret`). What counts is the gain of a plan in measurements after the one that it
+      was made from, where noise does not look like gain.
     * After a move, measurements tell whether it did what was predicted (see `Trial`). One that made things worse is
       undone, that plan is not tried again until the model changes, and others have to promise twice as much.
 
@@ -81,7 +83,7 @@ class RebalancePolicy:
         *,
         move_when: MoveWhen = "worthwhile",
         min_gain: float = 0.02,
-        smoothing: float = 0.25,
+        smoothing: float = 0.15,
         cost: MigrationCost | None = None,
     ) -> None:
         check_move_when(move_when)
@@ -134,26 +136,33 @@ class RebalancePolicy:
         self._problem, self._step = problem.with_loads(self._loads.values), step
         self._make_plan(self._problem)
 
-    def decide(self, *, horizon_steps: int | None = None, remaining_steps: int | None = None) -> Decision:
+    def decide(self, *, horizon_steps: float | None = None, at_most_steps: float | None = None) -> Decision:
         """Says what to do after the measurements so far.
 
         Args:
             horizon_steps: Steps for which the loads will stay as they are, where that is known.
-            remaining_steps: Steps until training ends, where that is known.
+            at_most_steps: Steps after which they will not, where only that is known.
 
         Raises:
             RuntimeError: If nothing was measured yet.
         """
         if self._problem is None:
             raise RuntimeError("There is no measurement to decide from. Call observe() before decide().")
-        if horizon_steps is not None and remaining_steps is not None:
-            horizon_steps = min(horizon_steps, remaining_steps)
-        proposal = self._proposal(self._problem)
+        if horizon_steps is not None and at_most_steps is not None:
+            horizon_steps = min(horizon_steps, at_most_steps)
+        problem = self._problem
+        plan = self._proposal(problem)
         if self._no_plan:
-            return replace(proposal, reason=self._no_plan)
+            return replace(plan, reason=self._no_plan)
         if self.move_when == "always":
-            return self._always(proposal)
-        return self._after_trial(proposal, horizon_steps) or self._weigh(proposal, horizon_steps, remaining_steps)
+            if plan.prediction.gain > 0:
+                return replace(plan, target=plan.proposed, reason=_gains(plan))
+            return replace(plan, reason=_stays(plan, problem.current))
+        told = self._close_trial()
+        decision = self._weigh(plan, problem, horizon_steps, at_most_steps)
+        if self._trial is not None and self._trial.gains:
+            decision = self._continue_trial(self._trial, plan, decision, horizon_steps)
+        return replace(decision, reason=told + decision.reason)
 
     def moved(self, decision: Decision, moved_bytes: int, seconds: float) -> None:
         """Notes that a decision was carried out.
@@ -166,14 +175,22 @@ class RebalancePolicy:
         assert decision.target is not None
         assert self._problem is not None
         self.cost.learn(moved_bytes, seconds)
-        self._regret.restart()
-        trial, self._trial = self._trial, None
+        before, tried = self._problem.current, self._trial
+        self.placed(decision.target)
         if decision.undone:
-            assert trial is not None
-            self._undone.add(trial.after)
+            assert tried is not None
+            self._undone.add(tried.after)
         elif self.move_when == "worthwhile":
-            before, gain = self._problem.current, decision.prediction.gain
+            gain = decision.prediction.gain
             self._trial = Trial(before, decision.target, self._seconds.values, gain, self._step)
+
+    def placed(self, assignment: Assignment) -> None:
+        """Notes that another assignment runs from now on, whoever has decided that."""
+        self._trial = None
+        self._regret.restart()
+        if self._problem is not None:
+            self._problem = replace(self._problem, current=assignment)
+            self._make_plan(self._problem)
 
     def _add_regret(self, problem: BalancingProblem, pace_s: float, steps: int) -> None:
         plan = self._plan
@@ -202,85 +219,87 @@ class RebalancePolicy:
     def _pace_s(self, problem: BalancingProblem) -> float:
         return replace(problem, loads=self._seconds.values, stage_costs=None).bottleneck(problem.current)
 
-    def _always(self, proposal: Decision) -> Decision:
-        if proposal.prediction.gain > 0:
-            return replace(proposal, target=proposal.proposed, reason=_gain(proposal))
-        return replace(proposal, reason=_stays(proposal, self._current))
+    def _close_trial(self) -> str:
+        """Ends the trial of the last move once it is decided that it stays; returns what there is to say of it."""
+        trial = self._trial
+        if trial is None or not trial.is_over(self.min_gain):
+            return ""
+        self._trial = None
+        kept = "" if trial.is_kept else "only "
+        return f"the last move gained {kept}{trial.gain:.1%} of {trial.promised:.1%} predicted; "
 
-    @property
-    def _current(self) -> Assignment:
+    def _continue_trial(
+        self, trial: Trial, plan: Decision, decision: Decision, horizon_steps: float | None
+    ) -> Decision:
+        """Says what the measurements since the last move ask for, if they do not confirm it."""
         assert self._problem is not None
-        return self._problem.current
-
-    def _after_trial(self, proposal: Decision, horizon_steps: int | None) -> Decision | None:
-        """Returns what the last move's measurements ask for; None if nothing."""
-        trial, problem = self._trial, self._problem
-        if trial is None or problem is None:
-            return None
-        if not trial.gains:
-            return None
-        told = f"measured {trial.gain:+.1%} where {trial.promised:+.1%} was predicted"
-        if trial.is_over(self.min_gain):
-            self._trial = None
-            return None
+        told = f"the last move was to gain {trial.promised:.1%}, but measured {trial.gain:+.1%}"
         if not trial.is_worse(self.min_gain):
-            return replace(proposal, reason=f"the last move is still on trial: {told}", measure_in=1)
-        loss_s = -trial.gain * self._pace_s(problem)
-        cost_s = self.cost.predict(problem.moved_bytes(trial.before))
-        prediction = Prediction(1.0 - trial.gain, 1.0)
-        back = Decision(trial.before, trial.before, prediction, loss_s, cost_s, told, undone=True)
+            return replace(plan, reason=f"{told}; measuring once more", measure_in=1)
+        loss_s = -trial.gain * self._pace_s(self._problem)
+        cost_s = self.cost.predict(self._problem.moved_bytes(trial.before))
         wait = _wait(loss_s, cost_s, trial.lost_s, horizon_steps)
         if wait == 0:
-            return back
-        return replace(back, target=None, undone=False, reason=f"{told}, which undoing would not pay", measure_in=wait)
+            prediction = Prediction(1.0 - trial.gain, 1.0)
+            return Decision(trial.before, trial.before, prediction, loss_s, cost_s, told, undone=True)
+        if decision.target is not None:
+            return decision
+        return replace(plan, reason=f"{told}; undoing it costs {format_seconds(cost_s)}", measure_in=wait)
 
-    def _weigh(self, proposal: Decision, horizon_steps: int | None, remaining_steps: int | None) -> Decision:
+    def _weigh(
+        self,
+        plan: Decision,
+        problem: BalancingProblem,
+        horizon_steps: float | None,
+        at_most_steps: float | None,
+    ) -> Decision:
         """Says whether the plan is worth its move."""
-        problem = self._problem
-        assert problem is not None
-        if not problem.fits(problem.current) and proposal.proposed != problem.current:
-            return replace(proposal, target=proposal.proposed, reason="the split that runs takes too much memory")
-        if proposal.prediction.gain <= self.min_gain:
-            return replace(proposal, reason=_stays(proposal, problem.current))
-        if proposal.proposed in self._undone:
-            return replace(proposal, reason=f"{list(proposal.proposed.balance)} was undone before")
-        price_s = proposal.cost_s * 2 ** len(self._undone)
+        moves = replace(plan, target=plan.proposed, reason=_gains(plan), measure_in=_SETTLED)
+        if not problem.fits(problem.current) and plan.proposed != problem.current:
+            return replace(moves, reason="the split that runs takes more memory than there is")
+        if plan.prediction.gain <= self.min_gain:
+            return replace(plan, reason=_stays(plan, problem.current))
+        if plan.proposed in self._undone:
+            return replace(plan, reason=f"{list(plan.proposed.balance)} was undone before")
+        price_s = plan.cost_s * 2 ** len(self._undone)
         needed_s = max(price_s, self._regret.noise_s(self._pace_s(problem), self.min_gain))
-        if remaining_steps is not None and proposal.gain_s * remaining_steps <= price_s:
-            return replace(proposal, reason=f"{_gain(proposal)}, and training ends in {remaining_steps} steps")
-        wait = _wait(proposal.gain_s, price_s, 0.0, horizon_steps) if horizon_steps is not None else None
-        if wait == 0 or self._regret.total_s >= needed_s:
-            return replace(proposal, target=proposal.proposed, reason=_gain(proposal))
+        if at_most_steps is not None and plan.gain_s * at_most_steps <= price_s:
+            return replace(plan, reason=f"{_would_gain(plan)}, but all changes in {at_most_steps:.0f} steps")
+        certain = horizon_steps is not None and plan.gain_s * horizon_steps > price_s
+        if certain or self._regret.total_s >= needed_s:
+            return moves
         if horizon_steps is not None:
-            reason = f"{_gain(proposal)}, and the model changes again in {horizon_steps} steps"
-            return replace(proposal, reason=reason)
-        reason = f"{_gain(proposal)}; staying has cost {format_seconds(self._regret.total_s)} so far"
-        return replace(proposal, reason=reason, measure_in=_wait(proposal.gain_s, needed_s, self._regret.total_s, None))
+            return replace(plan, reason=f"{_would_gain(plan)}, but all changes in {horizon_steps:.0f} steps")
+        wait = _wait(plan.gain_s, needed_s, self._regret.total_s, None)
+        reason = f"{_would_gain(plan)}; staying has cost {format_seconds(self._regret.total_s)} so far"
+        return replace(plan, reason=reason, measure_in=wait)
 
 
-def _wait(gain_s: float, cost_s: float, spent_s: float, horizon_steps: int | None) -> int | None:
+def _wait(gain_s: float, cost_s: float, spent_s: float, horizon_steps: float | None) -> int | None:
     """Returns the steps until a move is worth its cost: 0 for now, None for not within the horizon."""
-    if horizon_steps is not None and gain_s * horizon_steps > cost_s:
-        return 0
-    if spent_s >= cost_s:
+    if spent_s >= cost_s or (horizon_steps is not None and gain_s * horizon_steps > cost_s):
         return 0
     if horizon_steps is not None or gain_s <= 0:
         return None
     return max(math.ceil((cost_s - spent_s) / gain_s), 1)
 
 
-def _stays(proposal: Decision, current: Assignment) -> str:
-    if proposal.proposed == current:
+def _stays(plan: Decision, current: Assignment) -> str:
+    if plan.proposed == current:
         return f"{list(current.balance)} is the best split already"
-    return f"{list(proposal.proposed.balance)} would gain only {proposal.prediction.gain:.1%}"
+    return f"{list(plan.proposed.balance)} would gain only {plan.prediction.gain:.1%}"
 
 
-def _gain(proposal: Decision) -> str:
-    steps = math.ceil(proposal.cost_s / proposal.gain_s) if proposal.gain_s > 0 else 0
+def _would_gain(plan: Decision) -> str:
     return (
-        f"{list(proposal.proposed.balance)} gains {format_seconds(proposal.gain_s)} per step for "
-        f"{format_seconds(proposal.cost_s)}, paid back after {steps} steps"
+        f"{list(plan.proposed.balance)} would gain {format_seconds(plan.gain_s)} per step for a move of "
+        f"{format_seconds(plan.cost_s)}"
     )
+
+
+def _gains(plan: Decision) -> str:
+    steps = max(math.ceil(plan.cost_s / plan.gain_s), 1) if plan.gain_s > 0 else 1
+    return f"gains {format_seconds(plan.gain_s)} per step, paid back after {steps} step{'s' if steps > 1 else ''}"
 
 
 def format_seconds(seconds: float) -> str:

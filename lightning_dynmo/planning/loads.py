@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-LoadMetric = Literal["time", "parameters"]
+LoadMetric = Literal["time", "parameters", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,18 @@ class LayerLoad:
         backward_s: Seconds in backward per step, over all microbatches.
         num_parameters: Parameters that still cost work.
         state_bytes: Bytes that travel when the layer moves: parameters, buffers, optimizer and scheme state.
+        num_tokens: Tokens that the layer works on per step, over all microbatches.
+        layer_bytes: Bytes that the layer takes while it trains: as `state_bytes`, and gradients.
+        activation_bytes: Bytes that it keeps of one microbatch from its forward to its backward.
     """
 
     forward_s: float
     backward_s: float
     num_parameters: int
     state_bytes: int
+    num_tokens: int = 0
+    layer_bytes: int = 0
+    activation_bytes: int = 0
 
     @property
     def time_s(self) -> float:
@@ -42,7 +48,7 @@ def check_load_metric(metric: str) -> None:
 
 
 def load_values(loads: Sequence[LayerLoad], metric: LoadMetric) -> tuple[float, ...]:
-    """Reads one number per layer, ``[L]``: seconds for ``"time"``, a count for ``"parameters"``.
+    """Reads one number per layer, ``[L]``: seconds for ``"time"``, a count for ``"parameters"`` and ``"tokens"``.
 
     Raises:
         ValueError: If ``metric`` is unknown, or a value is negative or not finite.
@@ -50,6 +56,8 @@ def load_values(loads: Sequence[LayerLoad], metric: LoadMetric) -> tuple[float, 
     check_load_metric(metric)
     if metric == "time":
         return non_negative([load.time_s for load in loads], "the time of layer")
+    if metric == "tokens":
+        return non_negative([load.num_tokens for load in loads], "the tokens of layer")
     return non_negative([load.num_parameters for load in loads], "the parameters of layer")
 
 

@@ -12,7 +12,7 @@ class Regret:
     cost as much as the move. Gains below the minimum gap count against it, so that gains that come and go, as in models
     whose loads are drawn anew at every step, add up to nothing.
 
-    Where gains scatter, a sum of them that reaches the price may be chance. How far a plan's gain falls short of what it
+    Where gains scatter, a sum of them that reaches the price may be chance. How far the gain of a plan is from what it
     had promised says how much they scatter; chance alone then hardly ever reaches `noise_s`.
 
     Args:

@@ -15,9 +15,9 @@ def _agree(rank: int) -> str:
     from lightning_dynmo.planning import Assignment
 
     groups = create_groups(3, 1, torch.device("cpu"))
-    agree_on(Assignment((2, 1, 2)), groups)
+    agree_on(Assignment((2, 1, 2)), "", groups)
     with pytest.raises(RuntimeError) as info:
-        agree_on(Assignment((2, 1, 2) if rank < 2 else (1, 2, 2)), groups)
+        agree_on(Assignment((2, 1, 2) if rank < 2 else (1, 2, 2)), "", groups)
     return str(info.value)
 
 
@@ -32,12 +32,12 @@ def _rebalance_by_rank(rank: int) -> tuple[tuple[int, ...], tuple[int, ...], lis
     from lightning_dynmo.planning import Assignment, Balancer
 
     class OwnOpinion(Balancer):
-        def balance(self, loads, current, **_):
+        def balance(self, problem):
             return Assignment((2, 3) if rank else (3, 2))
 
     plan = Plan()
     runtime = start(plan, (1, 4))
-    runtime.balancer = OwnOpinion()
+    runtime.rebalancer.policy.balancer = OwnOpinion()
     runtime.request_profile()
     train(runtime, plan, 0)
     with pytest.raises(RuntimeError, match="different plans"):

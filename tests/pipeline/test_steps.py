@@ -254,8 +254,8 @@ def _rebalance(rank: int) -> tuple[Any, Any]:
         runtime.rebalance()
     runtime.request_profile()
     train(runtime, plan, 0)
-    first = runtime.rebalance()
-    again = runtime.rebalance()
+    first = runtime.rebalance(horizon_steps=10)
+    again = runtime.rebalance(horizon_steps=10)
     return first, again
 
 
@@ -277,7 +277,7 @@ def test_rebalance_moves_layers_away_from_the_slow_stage_once() -> None:
     results = run_distributed(_rebalance, 2)
     for first, again in results:
         assert first.before.balance == (3, 3)
-        assert first.proposed.balance == (1, 5)
+        assert first.decision.proposed.balance == (1, 5)
         assert [move.layer for move in first.migration.moves] == [1, 2]
-        assert first.prediction.gain > 0.3
+        assert first.decision.prediction.gain > 0.3
         assert again.migration is None
