@@ -6,8 +6,8 @@ split that the library itself finds: it profiles one step, plans, and moves laye
 
 `static_over_rebalanced` is the measured gain. `possible` is the gain that the layers' own costs allow: each layer is
 timed alone, outside the pipeline, on its usual input, while the other rank does the same, so that both cores are busy
-as they are in the pipeline. A replay of the schedule (timeline.py), in which messages cost nothing, turns these times
-into the length of a step for every split; `possible` is that of the uniform split over that of the best split.
+as they are in the pipeline. A simulation of the schedule, in which messages cost nothing, turns these times into the
+length of a step for every split; `possible` is that of the uniform split over that of the best split.
 `rebalanced_of_possible` says how much of the possible gain is reached.
 
 `static_over_rebalanced` is the median over rounds of the quotient of the two median step times, since the two halves of
@@ -23,21 +23,24 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Rounds, ratio, run, table
-from timeline import StageCost, best_split, merge, step_time
 from torch import Tensor, nn
 
 from lightning_dynmo.nn import GPTConfig, gpt_layers
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline import Inputs, PipelineRuntime, create_groups
+from lightning_dynmo.pipeline.schedules import find_schedule, simulated_order
 from lightning_dynmo.planning import Assignment
+from lightning_dynmo.simulation import LayerCost, simulate, stage_costs
 
 NUM_RANKS = 2
 NUM_MICROBATCHES = 16
@@ -57,11 +60,11 @@ class AloneTimer:
     def __init__(self, layers: nn.ModuleList) -> None:
         self._layers = layers
         # What does not need a gradient gets none, as in the pipeline.
-        trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
-        self._needs_gradient = [any(trained[:index]) for index in range(len(layers))]
+        self._trains = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
+        self._needs_gradient = [any(self._trains[:index]) for index in range(len(layers))]
         self._optimizers = [
             torch.optim.AdamW(layer.parameters()) if is_trained else None
-            for layer, is_trained in zip(layers, trained, strict=True)
+            for layer, is_trained in zip(layers, self._trains, strict=True)
         ]
         self._forward_s: list[list[float]] = [[] for _ in layers]
         self._backward_s: list[list[float]] = [[] for _ in layers]
@@ -78,8 +81,8 @@ class AloneTimer:
                 optimizer.zero_grad()
             seconds.append(time.perf_counter() - begin)
 
-    def costs(self) -> list[StageCost]:
-        """Returns the median cost of each layer, of both ranks."""
+    def costs(self) -> list[LayerCost]:
+        """Returns the median cost of each layer, of both ranks; the whole backward counts as that of the parameters."""
         mine = [
             [statistics.median(seconds) for seconds in kind]
             for kind in (self._forward_s, self._backward_s, self._update_s)
@@ -87,7 +90,10 @@ class AloneTimer:
         mean = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(mean)
         forward_s, backward_s, update_s = (mean / dist.get_world_size()).tolist()
-        return [StageCost(*times) for times in zip(forward_s, backward_s, update_s, self._needs_gradient, strict=True)]
+        rows = zip(forward_s, backward_s, self._trains, update_s, strict=True)
+        return [
+            LayerCost(forward, 0.0, backward, trains, update_s=update) for forward, backward, trains, update in rows
+        ]
 
     def _measure_microbatch(self, tokens: Tensor, targets: Tensor) -> None:
         value, passed = tokens, []
@@ -148,7 +154,7 @@ class Pipeline:
         """Lets the library find its split: from a profile of the next step."""
         self.runtime.request_profile()
         self.step()
-        self.runtime.rebalance()
+        self.runtime.rebalance(horizon_steps=math.inf)
 
     def _loss(self, index: int, logits: Tensor) -> Tensor:
         return cross_entropy(logits, self._batch[index][1])
@@ -183,31 +189,44 @@ def main(arguments: argparse.Namespace) -> None:
         alone.measure(batch)
     costs = alone.costs()
     if dist.get_rank() == 0:
-        report(costs, num_frozen, pipeline.uniform.balance, rounds)
+        report(costs, num_frozen, pipeline.uniform, rounds)
     dist.destroy_process_group()
 
 
+def step_time(costs: Sequence[LayerCost], assignment: Assignment) -> float:
+    """Returns the seconds of a step under a split."""
+    schedule = find_schedule("1f1b")
+    order, placement = simulated_order(schedule, NUM_RANKS, 1, NUM_MICROBATCHES), schedule.place(NUM_RANKS, 1)
+    return simulate(order, placement, stage_costs(costs, assignment)).makespan_s
+
+
+def best_split(costs: Sequence[LayerCost]) -> Assignment:
+    """Returns the split with the shortest step, of all that there are."""
+    splits = [
+        Assignment(tuple(end - start for start, end in pairwise((0, *borders, len(costs)))))
+        for borders in combinations(range(1, len(costs)), NUM_RANKS - 1)
+    ]
+    return min(splits, key=lambda split: step_time(costs, split))
+
+
 def report(
-    costs: Sequence[StageCost],
+    costs: Sequence[LayerCost],
     num_frozen: int,
-    uniform: tuple[int, ...],
+    uniform: Assignment,
     rounds: Sequence[tuple[int, str, float, float]],
 ) -> None:
     print(f"{len(costs)} layers, {num_frozen} frozen, {NUM_MICROBATCHES} microbatches, 1F1B, {NUM_RANKS} ranks\n")
     rows = [
-        (index, cost.trains_below, cost.forward_s, cost.backward_s, cost.update_s) for index, cost in enumerate(costs)
+        (index, cost.trains, cost.forward_s, cost.weight_gradient_s, cost.update_s) for index, cost in enumerate(costs)
     ]
-    columns = ("layer", "gradient", "forward_ms", "backward_ms", "update_ms")
-    print(
-        table(
-            "Layers, timed alone: per microbatch, and the optimizer; whether a gradient goes to the layer below",
-            columns,
-            rows,
-        )
-    )
-    best, best_s = best_split(costs, NUM_RANKS, NUM_MICROBATCHES)
-    uniform_s = step_time(merge(costs, uniform), NUM_MICROBATCHES)
-    predictions = [("uniform", split_text(uniform), uniform_s), ("best", split_text(best), best_s)]
+    columns = ("layer", "trains", "forward_ms", "backward_ms", "update_ms")
+    print(table("Layers, timed alone: per microbatch, and the optimizer", columns, rows))
+    best = best_split(costs)
+    best_s, uniform_s = step_time(costs, best), step_time(costs, uniform)
+    predictions = [
+        ("uniform", split_text(uniform.balance), uniform_s),
+        ("best", split_text(best.balance), best_s),
+    ]
     print(table("Possible steps, from these times", ("which", "split", "step_ms"), predictions))
     print(table("Steps measured, median of each round", ("round", "split", "static_ms", "rebalanced_ms"), rounds))
     measured = statistics.median(static_s / rebalanced_s for _, _, static_s, rebalanced_s in rounds)

@@ -14,7 +14,7 @@ from lightning_dynmo.hf import hf_layers
 from lightning_dynmo.models import GPT
 from lightning_dynmo.module import PipelineModule
 from lightning_dynmo.pipeline import PipelineError
-from lightning_dynmo.planning import Assignment, Balancer, BalancingProblem, PartitionBalancer
+from lightning_dynmo.planning import Assignment, Balancer, BalancingProblem, DiffusionBalancer, PartitionBalancer
 from lightning_dynmo.strategy import DynMoStrategy
 from lightning_dynmo.tokens import count_tokens
 from lightning_dynmo.weights import load_layer_weights
@@ -26,6 +26,7 @@ __all__ = [
     "Assignment",
     "Balancer",
     "BalancingProblem",
+    "DiffusionBalancer",
     "DynMoStrategy",
     "DynamismCallback",
     "FreezingRule",

@@ -71,13 +71,14 @@ class DynMoStrategy(PipelineCheckpoints):
             ``"interleavedzerobubble"``, ``"zbvzerobubble"`` or ``"dualpipev"``.
         stages_per_rank: Stages that each rank runs, for the interleaved schedules and ``"loopedbfs"``; 2 by default.
         balance: First split: layers per stage, such as ``[3, 4, 3]``, or ``"uniform"`` for equal numbers of layers, or
-            ``"parameters"`` for stages as equal in parameters as can be; ``"time"`` is the same, until the second batch
-            has been measured and layers move by what they cost.
+            ``"parameters"`` for stages as equal in parameters as can be; ``"type:regex"`` for stages as equal as can be
+            in layers whose class name matches, such as ``"type:block"``; ``"time"`` is as ``"parameters"``, until the
+            second batch has been measured and layers move by what they cost.
         balancer: Plans new splits when a callback asks; ``PartitionBalancer()`` by default.
         activation_checkpointing: Whether activations inside layers are dropped after the forward and computed again in
             the backward, which takes less memory and more time.
-        load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on, for
-            models in which layers skip some (see ``count_tokens``).
+        load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on,
+            for models in which layers skip some (see ``count_tokens``).
         move_when: ``"worthwhile"`` moves layers only if that gains more time than it costs, and takes back moves that
             failed to; ``"always"`` moves them whenever another split would be better at all.
         rank_speeds: Relative speeds of the ranks of a pipeline, such as ``[1.0, 1.0, 0.5]``; all equal by default.
@@ -356,7 +357,8 @@ class DynMoStrategy(PipelineCheckpoints):
             if (assignment.num_stages, assignment.num_layers) == (num_stages, len(chain)):
                 return assignment
         self._balance_by_time = self.balance == "time"
-        return initial_assignment(self.balance, [size.num_parameters for size in chain.sizes], num_stages)
+        counts, names = [size.num_parameters for size in chain.sizes], [type(layer).__name__ for layer in chain.layers]
+        return initial_assignment(self.balance, counts, names, num_stages)
 
     def _what_is_here(self) -> str:
         """Returns stages and layers of this rank, for errors."""

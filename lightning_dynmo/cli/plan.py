@@ -55,7 +55,7 @@ def plan(trainer: Trainer, module: LightningModule, datamodule: LightningDataMod
     console.print(_layer_table(type(module).__name__, layers))
     _print_odd_parameters(console, module, layers)
     counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    assignment = initial_assignment(strategy.balance, counts, num_stages)
+    assignment = initial_assignment(strategy.balance, counts, [type(layer).__name__ for layer in layers], num_stages)
     console.print(_stage_table(layers, assignment))
     console.print("Memory: parameters and buffers, and for what is trainable gradients and AdamW's two moments.")
     console.print("Activations come on top: up to one set per stage and microbatch in flight.")

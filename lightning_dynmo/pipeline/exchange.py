@@ -83,12 +83,10 @@ def _load(chain: LayerChain, index: int, timer: LayerTimer, optimizers: Sequence
 
 def _state_factor(chain: LayerChain, optimizer: Optimizer) -> float:
     """Returns the bytes of state that an optimizer keeps per byte of a parameter, as far as it has made a step."""
-    factors = [0.0]
-    for parameter in chain.owned_parameters():
-        state = optimizer.state.get(parameter, {})
-        held = sum(value.nbytes for value in tree_leaves(dict(state)) if isinstance(value, Tensor))
-        factors.append(held / max(parameter.nbytes, 1) if parameter.numel() > 1 else 0.0)
-    return max(factors)
+    stepped = [parameter for parameter in chain.owned_parameters() if parameter in optimizer.state]
+    leaves = [leaf for parameter in stepped for leaf in tree_leaves(dict(optimizer.state[parameter]))]
+    held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return held / max(sum(parameter.nbytes for parameter in stepped), 1)
 
 
 def _without_state(chain: LayerChain, index: int, optimizers: Sequence[Optimizer]) -> list[int]:

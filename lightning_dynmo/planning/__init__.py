@@ -1,7 +1,7 @@
 """What to run where: loads, assignments and the balancers that map one to the other. Pure Python and numpy."""
 
 from lightning_dynmo.planning.assignment import Assignment, Move, moves_between
-from lightning_dynmo.planning.balancers import Balancer, PartitionBalancer
+from lightning_dynmo.planning.balancers import Balancer, Diffusion, DiffusionBalancer, PartitionBalancer, diffuse
 from lightning_dynmo.planning.decision import Decision, MoveWhen, RebalancePolicy, check_move_when
 from lightning_dynmo.planning.initial import initial_assignment
 from lightning_dynmo.planning.loads import (
@@ -10,8 +10,11 @@ from lightning_dynmo.planning.loads import (
     bubble_ratio,
     check_load_metric,
     expected_bubble_ratio,
+    idle_share,
     imbalance,
     load_values,
+    speedup,
+    speedup_bound,
 )
 from lightning_dynmo.planning.migration_cost import MigrationCost
 from lightning_dynmo.planning.prediction import Prediction, predict
@@ -22,6 +25,8 @@ __all__ = [
     "Balancer",
     "BalancingProblem",
     "Decision",
+    "Diffusion",
+    "DiffusionBalancer",
     "LayerLoad",
     "LoadMetric",
     "MemoryLimits",
@@ -34,10 +39,14 @@ __all__ = [
     "bubble_ratio",
     "check_load_metric",
     "check_move_when",
+    "diffuse",
     "expected_bubble_ratio",
+    "idle_share",
     "imbalance",
     "initial_assignment",
     "load_values",
     "moves_between",
     "predict",
+    "speedup",
+    "speedup_bound",
 ]

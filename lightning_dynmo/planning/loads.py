@@ -92,11 +92,51 @@ def bubble_ratio(busy_s: Sequence[float], step_s: float) -> float:
     return min(max(1.0 - math.fsum(busy) / (len(busy) * step_s), 0.0), 1.0)
 
 
+def idle_share(stage_loads: Sequence[float], balanced: float) -> float:
+    """Returns the share of a step in which ranks idle while all wait for the largest stage, in ``[0, 1]``.
+
+    This is 1 - (1 - b0) mean / max, with which the paper's numbers agree. Stages without any load count as balanced.
+
+    Args:
+        stage_loads: One load per stage, ``[S]``, any unit.
+        balanced: The share b0 in which ranks idle when all stages have the same load, in ``[0, 1]``.
+
+    Raises:
+        ValueError: If there are no stages, or a load is negative or not finite.
+    """
+    loads = non_negative(stage_loads, "the load of stage")
+    largest = max(loads)
+    evenness = math.fsum(loads) / len(loads) / largest if largest > 0 else 1.0
+    return 1.0 - (1.0 - balanced) * evenness
+
+
+def speedup(idle_before: float, idle_after: float) -> float:
+    """Returns how many times faster the same work is done when ranks idle less: (1 - after) / (1 - before).
+
+    Args:
+        idle_before: Share of a step in which ranks idle, in ``[0, 1)``.
+        idle_after: The same afterwards.
+    """
+    return (1 - idle_after) / (1 - idle_before)
+
+
+def speedup_bound(balance: Sequence[int]) -> int:
+    """Returns what no move of whole layers can exceed, whatever they cost: the largest stage's number of layers q.
+
+    That stage takes at most q times as long as the costliest layer, and wherever this layer goes, its stage takes at
+    least as long as it does.
+
+    Args:
+        balance: Layers per stage of the split that is to be improved, ``[S]``.
+    """
+    return max(balance)
+
+
 def expected_bubble_ratio(stage_loads: Sequence[float], num_microbatches: int) -> float:
     """Predicts the bubble ratio of a GPipe or 1F1B pipeline, in ``[0, 1)``.
 
-    A balanced pipeline of S stages and M microbatches idles for b0 = (S - 1) / (M + S - 1) of a step. With uneven
-    stages all wait for the largest: 1 - (1 - b0) * mean / max. Stages without any load count as balanced.
+    A balanced pipeline of S stages and M microbatches idles for b0 = (S - 1) / (M + S - 1) of a step; `idle_share` says
+    what uneven stages make of it.
 
     Args:
         stage_loads: One load per stage, ``[S]``, any unit.
@@ -109,10 +149,7 @@ def expected_bubble_ratio(stage_loads: Sequence[float], num_microbatches: int) -
     if num_microbatches < 1:
         raise ValueError(f"Expected at least 1 microbatch, got num_microbatches={num_microbatches}. Use 1 or more.")
     num_stages = len(loads)
-    balanced = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    largest = max(loads)
-    evenness = math.fsum(loads) / num_stages / largest if largest > 0 else 1.0
-    return 1.0 - (1.0 - balanced) * evenness
+    return idle_share(loads, (num_stages - 1) / (num_microbatches + num_stages - 1))
 
 
 def non_negative(values: Sequence[float], what: str) -> tuple[float, ...]:

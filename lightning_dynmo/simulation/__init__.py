@@ -2,9 +2,10 @@
 
 from lightning_dynmo.simulation.actions import Action, ActionKind, Order
 from lightning_dynmo.simulation.costs import LayerCost, Network, StageCost, stage_costs
-from lightning_dynmo.simulation.execution import Span
+from lightning_dynmo.simulation.execution import Span, SpanKind
 from lightning_dynmo.simulation.memory import in_flight
 from lightning_dynmo.simulation.timeline import Timeline, simulate, simulate_replicas
+from lightning_dynmo.simulation.trace_file import trace_events, write_trace
 from lightning_dynmo.simulation.traces import (
     TRACES,
     CostTrace,
@@ -30,6 +31,7 @@ __all__ = [
     "Order",
     "PruningTrace",
     "Span",
+    "SpanKind",
     "SparseAttentionTrace",
     "StageCost",
     "Timeline",
@@ -37,4 +39,6 @@ __all__ = [
     "simulate",
     "simulate_replicas",
     "stage_costs",
+    "trace_events",
+    "write_trace",
 ]

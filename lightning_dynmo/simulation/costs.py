@@ -20,6 +20,7 @@ class LayerCost:
         activation_bytes: What it keeps from its forward to its backward.
         output_bytes: What it hands to the next layer; the gradient that comes back is as large.
         gradient_bytes: Its parameters' gradients, which replicas add up.
+        update_s: Seconds of the optimizer, once per step, where its parameters train.
     """
 
     forward_s: float
@@ -29,6 +30,7 @@ class LayerCost:
     activation_bytes: int = 0
     output_bytes: int = 0
     gradient_bytes: int = 0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ def stage_costs(layers: Sequence[LayerCost], assignment: Assignment) -> list[Sta
                 output_bytes=layers[indices[-1]].output_bytes,
                 input_bytes=layers[indices[0] - 1].output_bytes if stage else 0,
                 gradient_bytes=sum(layers[index].gradient_bytes for index in indices if layers[index].trains),
+                update_s=sum(layers[index].update_s for index in indices if layers[index].trains),
             )
         )
     return stages

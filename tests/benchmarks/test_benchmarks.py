@@ -7,72 +7,35 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from benchmarks.timeline import StageCost, best_split, merge, step_time
 from lightning_dynmo.pipeline.schedules import SCHEDULES
+from lightning_dynmo.planning import Assignment
+from lightning_dynmo.simulation import LayerCost
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISION = 1e-3  # of a ratio computed from a table's microseconds
 
-# The schedule's replay, against timelines drawn by hand.
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a benchmark, which finds those beside it on its path."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
 
 
-def test_one_stage_does_everything_in_a_row() -> None:
-    assert step_time([StageCost(1.0, 2.0, 5.0, trains_below=False)], 4) == 4 * 3.0 + 5.0
-
-
-def test_two_equal_stages_idle_for_one_microbatch() -> None:
-    # time     0  1  2  3  4  5  6  7  8  9  10 11
-    # stage 0  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
-    # stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2
-    stages = [StageCost(1.0, 2.0, trains_below=False), StageCost(1.0, 2.0)]
-    for num_microbatches in (2, 3, 8):
-        assert step_time(stages, num_microbatches) == (num_microbatches + 1) * 3.0
-
-
-def test_two_stages_of_unequal_cost() -> None:
-    # Stage 1 is the slower: it waits for F0 (1), then works without a break (3 * 6); at the end stage 0 runs B2 (2).
-    assert step_time([StageCost(1.0, 2.0, trains_below=False), StageCost(2.0, 4.0)], 3) == 1.0 + 3 * 6.0 + 2.0
-    # Stage 0 is the slower. F0 F1 until 4; B0 waits for stage 1, which has done F0 at 3 and B0 at 5: B0 5-9, F2 9-11.
-    # Stage 1: F1 5-6, B1 6-8, F2 11-12, B2 12-14. Stage 0: B1 11-15, B2 15-19.
-    assert step_time([StageCost(2.0, 4.0, trains_below=False), StageCost(1.0, 2.0)], 3) == 19.0
-
-
-def test_frozen_first_stage_only_fills_the_pipeline() -> None:
-    frozen = StageCost(1.0, trains_below=False)
-    # Stage 1 waits for F0 alone, and nothing comes back.
-    assert step_time([frozen, StageCost(1.0, 2.0, 0.5, trains_below=False)], 4) == 1.0 + 4 * 3.0 + 0.5
-    # Where the frozen stage is the slower one, it works without a break, and the last microbatch is left.
-    assert step_time([StageCost(5.0, trains_below=False), StageCost(1.0, 2.0, trains_below=False)], 4) == 4 * 5.0 + 3.0
-
-
-def test_updates_overlap() -> None:
-    # Stage 1 has sent B1 at 7 (F0 1-2, B0 2-4, F1 4-5, B1 5-7) and updates until 17; stage 0 ends at 9.
-    assert step_time([StageCost(1.0, 2.0, trains_below=False), StageCost(1.0, 2.0, 10.0)], 2) == 17.0
-
-
-@pytest.mark.parametrize("num_stages", [3, 4, 5])
-@pytest.mark.parametrize("num_microbatches", [5, 6, 11])
-def test_equal_stages_have_the_known_bubble(num_stages: int, num_microbatches: int) -> None:
-    stages = [StageCost(1.0, 2.0, trains_below=stage > 0) for stage in range(num_stages)]
-    assert step_time(stages, num_microbatches) == (num_microbatches + num_stages - 1) * 3.0
-
-
-def test_merge_adds_up_layers() -> None:
-    layers = [StageCost(1.0, 0.0, 0.0, False), StageCost(2.0, 4.0, 8.0, False), StageCost(3.0, 5.0, 7.0, True)]
-    assert merge(layers, (2, 1)) == [StageCost(3.0, 4.0, 8.0, False), StageCost(3.0, 5.0, 7.0, True)]
-
-
-def test_best_split_of_half_frozen_layers() -> None:
-    frozen, first, trained = StageCost(1.0, 0.0, 0.0, False), StageCost(1.0, 2.0, 0.0, False), StageCost(1.0, 2.0)
-    layers = [*[frozen] * 6, first, *[trained] * 5]
-    assert step_time(merge(layers, (6, 6)), 16) == 6 + 16 * 18
+def test_best_split_of_half_frozen_layers(benchmark: Callable[[str], ModuleType]) -> None:
+    freezing = benchmark("freezing_real")
+    layers = [*[LayerCost(1.0, 0.0, 2.0, trains=False)] * 6, *[LayerCost(1.0, 0.0, 2.0)] * 6]
+    assert freezing.step_time(layers, Assignment((6, 6))) == 6 + 16 * 18
     # Both stages then work 12 per microbatch; F0 of stage 0 comes first, its last backward of two layers at the end.
-    assert best_split(layers, 2, 16) == ((8, 4), 16 * 12.0 + 8.0 + 4.0)
+    assert freezing.best_split(layers) == Assignment((8, 4))
+    assert freezing.step_time(layers, Assignment((8, 4))) == 16 * 12.0 + 8.0 + 4.0
 
 
 # The scripts themselves.
@@ -118,7 +81,7 @@ def run_benchmark(name: str, *options: str) -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("options", [(), ("--null",)])
-def test_freezing_real(options: tuple[str, ...]) -> None:
+def test_freezing_real(options: tuple[str, ...], benchmark: Callable[[str], ModuleType]) -> None:
     output = run_benchmark("freezing_real.py", *options)
     tables, ratios = tables_of(output), ratios_of(output)
     rounds, steps = tables["Steps"], {row["which"]: row for row in tables["Possible"]}
@@ -129,14 +92,15 @@ def test_freezing_real(options: tuple[str, ...]) -> None:
         {"static_over_rebalanced": measured, "possible": possible, "rebalanced_of_possible": measured / possible},
         rel=PRECISION,
     )
-    costs = [
-        StageCost(*(float(row[name]) for name in ("forward_ms", "backward_ms", "update_ms")), row["gradient"] == "True")
-        for row in tables["Layers"]
-    ]
-    assert (steps["best"]["split"]) == "+".join(map(str, best_split(costs, 2, 16)[0]))
+    costs = []
+    for row in tables["Layers"]:
+        forward, backward, update = (float(row[name]) for name in ("forward_ms", "backward_ms", "update_ms"))
+        costs.append(LayerCost(forward, 0.0, backward, row["trains"] == "True", update_s=update))
+    freezing = benchmark("freezing_real")
+    assert (steps["best"]["split"]) == "+".join(map(str, freezing.best_split(costs).balance))
     for row in steps.values():
-        balance = [int(size) for size in row["split"].split("+")]
-        assert step_time(merge(costs, balance), 16) == pytest.approx(float(row["step_ms"]), rel=PRECISION)
+        split = Assignment(tuple(int(size) for size in row["split"].split("+")))
+        assert freezing.step_time(costs, split) == pytest.approx(float(row["step_ms"]), rel=PRECISION)
 
 
 @pytest.mark.slow
@@ -204,9 +168,10 @@ def test_parity_of_references_with_themselves() -> None:
     assert total_of(tables_of(output)["Differences"]) == 0
 
 
-def test_parity_sees_what_does_not_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    parity = importlib.import_module("parity")
+def test_parity_sees_what_does_not_hold(
+    benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parity = benchmark("parity")
     row, faulty = parity.Row("1f1b", (2, 2), ("tied",)), parity.Row("gpipe", (1, 2), (), fault="forgetful_moves")
     moved = parity.Row("gpipe", (1, 2), ("moves",))
     near, far = parity.Difference(9e-6, 1e-7), parity.Difference(1e-7, 1.1e-5)

@@ -86,7 +86,7 @@ def fit(rank: int, pipeline: bool, norms: bool, balance: Any) -> dict[str, Any]:
     rule = PipeTransformerRule(alpha=0.5, use_gradient_norms=norms)
     freezing, watch = LayerFreezingCallback(rule, start_step=4, every_n_steps=4, rebalance_every_n_steps=5), Watch()
     if pipeline:
-        strategy = DynMoStrategy(num_microbatches=4, balance=balance)
+        strategy = DynMoStrategy(num_microbatches=4, balance=balance, move_when="always")
         runner = Trainer(
             devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, max_steps=16, callbacks=[freezing, watch], **QUIET
         )

@@ -147,7 +147,7 @@ def run_loop(plan: Plan) -> Run:
     return Run(losses, gradients, dict(model.state_dict()))
 
 
-def start(plan: Plan, balance: Sequence[int], groups: Any = None) -> Any:
+def start(plan: Plan, balance: Sequence[int], groups: Any = None, **options: Any) -> Any:
     """Returns the runtime of this rank with a model of the plan, distributed over the ranks."""
     from lightning_dynmo.ownership import LayerChain
     from lightning_dynmo.pipeline import PipelineRuntime, create_groups
@@ -162,6 +162,7 @@ def start(plan: Plan, balance: Sequence[int], groups: Any = None) -> Any:
         stages_per_rank=plan.stages_per_rank,
         recompute=plan.recompute,
         precision_context=plan.precision,
+        **options,
     )
     runtime.distribute()
     return runtime
