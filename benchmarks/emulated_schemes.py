@@ -1,27 +1,32 @@
 """What does balancing bring, end to end, under each scheme?
 
 Eight real processes, 48 layers that sleep, 1F1B. A training of 20,000 steps is compressed: of each scheme's trace, as
-many steps as the table says are run, evenly spaced, with the costs that the layers have at that step. All variants run
-the same steps, one after the other at each, from a uniform split:
+many steps as the table says are run, evenly spaced, with the costs that the layers have at that step. Each variant
+begins with a uniform split:
 
 * `static`: the uniform split stays. This is the baseline.
 * `ours`: the library measures, decides and moves layers, with all their state. All the time that takes counts, although
   there is one step here where there are hundreds in the training. Schemes whose callbacks change the model themselves
   (pruning, freezing) tell when they do and when they will again; the others are measured at intervals.
 * `oracle`: before each step, layers take the exact best split for the step's expected costs; the move is free.
-* `dense`: the layers without the scheme, uniformly split, at some of the steps; a second baseline, for comparison only.
+* `dense`: the layers without the scheme, uniformly split: a second baseline, for comparison only.
 
-`oracle_over_static_<scheme>` and `ours_over_static_<scheme>` are speed-ups: the static variant's time over the other's.
-`oracle_step_over_ours_<scheme>` is the oracle's time over ours, at most about 1, and `worst_of_oracle` its minimum. No
-split into layers can gain more than `bound`: the layers per rank, or, tighter, what a pipeline without bubbles and
-messages would gain from a perfect split of the same costs.
+`ours` runs all steps. The others depend on no step before, so where loads change slowly they run every fourth of them,
+in turns with the same step of `ours`. Tables have means per step.
 
-In mixture of experts, loads are drawn anew in every step, and all layers are expected to cost the same: there is nothing
-to gain. There `ours` measures and decides in every step. `memoryless_worthwhile` is its speed-up over static, and
-`memoryless_always` that of one that moves whenever a measured step says that another split would have been better.
+`oracle_over_static_<scheme>` and `ours_over_static_<scheme>` are speed-ups: the static variant's time over theirs.
+`oracle_of_ours_<scheme>` is the oracle's time over ours, at most about 1; `worst_of_oracle` is the smallest of them,
+and `worst_over_static` the smallest speed-up of ours over static. `bound` is the speed-up over static of a perfect
+split in a pipeline without bubbles and messages: the slowest rank's work over the mean, added up over the steps. No
+split can gain more than there are layers per rank.
 
-What is not counted, in any variant: the first step after layers freeze, in which shapes at borders are found anew, is
-run once without their cost before.
+The second table is a mixture of experts whose loads are drawn anew in every step, with the same expectation for all
+layers, so that there is nothing to gain. There the library is asked in every step. `memoryless_worthwhile` is the
+speed-up over static with `move_when="worthwhile"`, `memoryless_always` that with `"always"`, which follows every
+measurement. Its steps are long, as those of real models are, since what measuring costs does not grow with them.
+
+The first step after layers freeze, in which shapes at borders are found anew, is run without their cost before, in all
+variants, and not counted.
 
 `--null` runs dense layers in place of the schemes: all ratios must be 1.00 +- 0.05. `--quick` runs two schemes, and
 fewer and shorter steps.
@@ -32,44 +37,71 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 
 from emulation import NUM_RANKS, EmulatedPipeline, on_all_ranks
 from harness import arguments_of, ratio, table
 
 from lightning_dynmo.pipeline import PipelineGroups
-from lightning_dynmo.planning import Assignment, BalancingProblem, PartitionBalancer
-from lightning_dynmo.simulation import TRACES, FreezingTrace, LayerCost, stage_costs
+from lightning_dynmo.planning import Assignment, BalancingProblem, MoveWhen, PartitionBalancer
+from lightning_dynmo.simulation import TRACES, CostTrace, FreezingTrace, LayerCost, stage_costs
 
 NUM_LAYERS, NUM_MICROBATCHES, RUN_STEPS = 48, 16, 20_000
-DENSE_S, QUICK_DENSE_S = 0.9e-3, 0.5e-3
-"""Seconds of a dense layer's forward, of its input's gradient and of its weights', each, per microbatch."""
-STEPS = {"moe": 16, "pruning": 60, "freezing": 60, "sparse_attention": 60, "early_exit": 60, "mod": 16}
-QUICK_STEPS = {"moe": 6, "sparse_attention": 16}
-MEMORYLESS = "moe"
-TELLS_CHANGES = ("pruning", "freezing")
-MEASURE_EVERY = 3
+STEPS = {"moe": 16, "pruning": 96, "freezing": 96, "sparse_attention": 96, "early_exit": 96, "mod": 16}
+QUICK_STEPS = {"sparse_attention": 32, "mod": 16}
+OTHERS_EVERY = {"pruning": 4, "freezing": 4, "sparse_attention": 4, "early_exit": 4}
+DENSE_EVERY = 16
+TELL_CHANGES = ("pruning", "freezing")
+MEASURE_EVERY = 8
 NUM_PARAMETERS = 16_384
-DENSE_EVERY = 12
+COSTS = ("overhead_ms", "steps", "measured", "moves")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How long steps are.
+
+    Attributes:
+        dense_s: Seconds of a dense layer's forward, of its input's gradient and of its weights', each, per microbatch.
+        memoryless_dense_s: The same for the memoryless scheme.
+        memoryless_steps: Steps of that.
+    """
+
+    dense_s: float
+    memoryless_dense_s: float
+    memoryless_steps: int
+
+
+SIZES, QUICK_SIZES = Sizes(0.9e-3, 4.5e-3, 7), Sizes(0.6e-3, 1e-3, 4)
 
 
 @dataclass(slots=True)
-class Times:
-    """Seconds of the steps of one scheme, and what the library did in them.
+class Result:
+    """What became of one scheme.
 
     Attributes:
-        seconds: By variant.
-        moves: Moves of layers, by variant.
-        measured: Measured steps, by variant.
-        overhead_s: Seconds of profiles, decisions and moves, by variant.
-        perfect: For each step, the quotient of the slowest rank's work and the mean, under the uniform split.
+        seconds: Of each step, by variant.
+        perfect: Quotient of the slowest rank's work and the mean under the uniform split, over all steps.
+        measured: Measured steps of the library's variants.
+        moves: How often they moved layers.
+        overhead_s: Seconds that measuring, deciding and moving took the first rank in all, as they say.
     """
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    moves: dict[str, int] = field(default_factory=dict)
-    measured: dict[str, int] = field(default_factory=dict)
-    overhead_s: dict[str, float] = field(default_factory=dict)
-    perfect: list[float] = field(default_factory=list)
+    seconds: dict[str, list[float]]
+    perfect: float
+    measured: dict[str, int]
+    moves: dict[str, int]
+    overhead_s: dict[str, float]
+
+    def mean(self, variant: str) -> float:
+        """Returns the mean seconds of a step."""
+        return statistics.mean(self.seconds[variant])
+
+    def costs(self, variant: str) -> tuple[float, int, int, int]:
+        """Returns the overhead per step, the number of steps, those that were measured, and the number of moves."""
+        steps = len(self.seconds[variant])
+        return self.overhead_s[variant] / steps, steps, self.measured[variant], self.moves[variant]
 
 
 class Trace:
@@ -77,37 +109,43 @@ class Trace:
 
     Args:
         scheme: Name of the scheme, or ``"dense"``.
-        num_steps: Steps to run.
-        dense_s: See `DENSE_S`.
+        steps: Steps of the training.
+        dense_s: See `Sizes`.
     """
 
-    def __init__(self, scheme: str, num_steps: int, dense_s: float) -> None:
+    def __init__(self, scheme: str, steps: Sequence[int], dense_s: float) -> None:
         self.dense = [LayerCost(dense_s, dense_s, dense_s)] * NUM_LAYERS
-        self.steps = [index * RUN_STEPS // num_steps for index in range(num_steps)]
-        self.costs, self.expected = [self.dense] * num_steps, [self.dense] * num_steps
+        self.costs = self.expected = [self.dense for _ in steps]
         if scheme != "dense":
             trace = TRACES[scheme]
-            self.costs = [trace.layer_costs(self.dense[0], NUM_LAYERS, step) for step in self.steps]
-            # Of a frozen layer, the forward is left, which is more than that everything has become a third.
-            if not isinstance(trace, FreezingTrace):
-                self.expected = [self._scaled(trace.expected(NUM_LAYERS, step)) for step in self.steps]
-            else:
-                self.expected = self.costs
+            self.costs = [trace.layer_costs(self.dense[0], NUM_LAYERS, step) for step in steps]
+            self.expected = [self._expected(trace, step) for step in steps]
 
-    def _scaled(self, factors: Sequence[float]) -> list[LayerCost]:
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    def _expected(self, trace: CostTrace, step: int) -> list[LayerCost]:
+        if isinstance(trace, FreezingTrace):  # no chance, and other parts of a layer than those that scale
+            return trace.layer_costs(self.dense[0], NUM_LAYERS, step)
         return [
             LayerCost(cost.forward_s * factor, cost.input_gradient_s * factor, cost.weight_gradient_s * factor)
-            for cost, factor in zip(self.dense, factors, strict=True)
+            for cost, factor in zip(self.dense, trace.expected(NUM_LAYERS, step), strict=True)
         ]
 
     def changes(self, index: int) -> bool:
         """Returns whether layers are expected to cost something else than in the step before."""
         return index > 0 and self.expected[index] != self.expected[index - 1]
 
-    def next_change(self, index: int) -> int:
-        """Returns the steps after this one in which layers cost the same."""
-        later = range(index + 1, len(self.steps))
-        return next((other for other in later if self.changes(other)), len(self.steps)) - index - 1
+    def steps_until_change(self, index: int) -> int:
+        """Returns the steps after this one in which layers are expected to cost what they cost now."""
+        later = range(index + 1, len(self))
+        return next((other for other in later if self.changes(other)), len(self)) - index - 1
+
+    def perfect(self) -> float:
+        """Returns how much faster a perfect split of all steps would be than a uniform one, if only work counted."""
+        uniform = Assignment.uniform(NUM_LAYERS, NUM_RANKS)
+        loads = [uniform.stage_loads(loads_of(costs)) for costs in self.costs]
+        return sum(map(max, loads)) / sum(map(statistics.mean, loads))
 
 
 def loads_of(costs: Sequence[LayerCost]) -> list[float]:
@@ -116,12 +154,12 @@ def loads_of(costs: Sequence[LayerCost]) -> list[float]:
     return [cost.forward_s + cost.input_gradient_s + cost.weight_gradient_s for cost in alone]
 
 
-class Library:
-    """Steps of a pipeline that the library balances, as its callbacks have it done.
+class Balanced:
+    """Runs the steps of a pipeline that the library balances, and does what its callbacks do.
 
     Args:
         pipeline: The pipeline.
-        trace: The costs to come.
+        trace: The costs.
         every: Steps from one measurement to the next, where the library asks for none in between.
         tells_changes: Whether the scheme says when it changes the layers.
     """
@@ -135,7 +173,7 @@ class Library:
 
     def step(self, index: int) -> float:
         """Runs a step and returns its seconds, with all that was measured, decided and moved."""
-        return self.pipeline.step(lambda: self._before(index), lambda: self._after(index))
+        return self.pipeline.step(partial(self._before, index), partial(self._after, index))
 
     def _before(self, index: int) -> None:
         runtime, changed = self.pipeline.runtime, self._tells_changes and self._trace.changes(index)
@@ -143,70 +181,78 @@ class Library:
             runtime.rebalancer.model_changed()
         if changed or index % self._every == 0 or runtime.rebalancer.wants_measurement:
             self.measured += 1
-            runtime.rebalancer.request()
-            runtime.request_profile()
+            runtime.request_rebalance()
 
     def _after(self, index: int) -> None:
-        if not self.pipeline.runtime.rebalancer.requested:
-            return
-        left = len(self._trace.steps) - index - 1
-        horizon = self._trace.next_change(index) if self._tells_changes else None
-        result = self.pipeline.runtime.rebalance(
-            horizon_steps=horizon, at_most_steps=left if horizon is None else horizon
-        )
-        self.moves += result.migration is not None
+        runtime = self.pipeline.runtime
+        if runtime.rebalancer.requested:
+            known = self._trace.steps_until_change(index) if self._tells_changes else None
+            left = len(self._trace) - index - 1
+            result = runtime.rebalance(horizon_steps=known, at_most_steps=left if known is None else known)
+            self.moves += result.migration is not None
 
 
-def run_scheme(groups: PipelineGroups, scheme: str, num_steps: int, dense_s: float) -> Times:
-    """Runs all variants of one scheme. Every rank calls it."""
-    trace, memoryless = Trace(scheme, num_steps, dense_s), scheme == MEMORYLESS
-    every = 1 if memoryless else MEASURE_EVERY
-    names = ["static", "ours", "oracle", *(["always"] if memoryless else []), "dense"]
+def run_scheme(
+    groups: PipelineGroups,
+    trace: Trace,
+    variants: dict[str, MoveWhen],
+    others: dict[str, int],
+    every: int,
+    tells: bool = False,
+) -> Result:
+    """Runs all variants of one scheme. Every rank calls it.
+
+    Args:
+        groups: Process groups of this rank.
+        trace: The costs.
+        variants: Those that the library balances.
+        others: The others, and every how many steps they run.
+        every: See `Balanced`.
+        tells: See `Balanced`.
+    """
+    names = [*variants, *others]
     pipelines = {
         name: EmulatedPipeline(
             groups,
             trace.dense,
             NUM_MICROBATCHES,
             num_parameters=NUM_PARAMETERS,
-            move_when="always" if name == "always" else "worthwhile",
+            move_when=variants.get(name, "worthwhile"),
         )
         for name in names
-    }
-    libraries = {
-        name: Library(pipelines[name], trace, every, scheme in TELLS_CHANGES)
-        for name in ("ours", "always")
-        if name in names
     }
     for pipeline in pipelines.values():
         pipeline.warm_up(trace.dense)
         pipeline.runtime.restart_clock()
-    times = Times({name: [] for name in names})
-    for index, costs in enumerate(trace.costs):
-        loads = Assignment.uniform(NUM_LAYERS, NUM_RANKS).stage_loads(loads_of(costs))
-        times.perfect.append(max(loads) / statistics.mean(loads))
+    balanced = {name: Balanced(pipelines[name], trace, every, tells) for name in variants}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(len(trace)):
         for turn in range(len(names)):
-            name = names[(turn + index) % len(names)]
-            if name != "dense":
-                prepare(pipelines[name], trace, index)
-            if name in libraries:
-                times.seconds[name].append(libraries[name].step(index))
-            elif name != "dense" or index % DENSE_EVERY == 0:
+            name = names[(index + turn) % len(names)]
+            if name in variants:
+                prepare(pipelines[name], trace, index, index - 1)
+                seconds[name].append(balanced[name].step(index))
+            elif index % others[name] == others[name] // 2:
+                if name != "dense":
+                    prepare(pipelines[name], trace, index, index - others[name])
                 if name == "oracle":
                     place(pipelines[name], trace, index)
-                times.seconds[name].append(pipelines[name].step())
-    for name, library in libraries.items():
-        times.moves[name], times.measured[name] = library.moves, library.measured
-        times.overhead_s[name] = library.pipeline.runtime.overhead_s
-    return times
+                seconds[name].append(pipelines[name].step())
+    return Result(
+        seconds,
+        trace.perfect(),
+        {name: each.measured for name, each in balanced.items()},
+        {name: each.moves for name, each in balanced.items()},
+        {name: each.pipeline.runtime.overhead_s for name, each in balanced.items()},
+    )
 
 
-def prepare(pipeline: EmulatedPipeline, trace: Trace, index: int) -> None:
-    """Gives the layers their costs of a step; where others train than before, finds the shapes at borders anew."""
-    costs, before = trace.costs[index], trace.costs[max(index - 1, 0)]
-    if [cost.trains for cost in costs] != [cost.trains for cost in before]:
-        pipeline.warm_up(costs)
+def prepare(pipeline: EmulatedPipeline, trace: Trace, index: int, before: int) -> None:
+    """Gives the layers their costs of a step; where others train than in the one before, shapes are found anew."""
+    if [cost.trains for cost in trace.costs[index]] != [cost.trains for cost in trace.costs[max(before, 0)]]:
+        pipeline.warm_up(trace.costs[index])
     else:
-        pipeline.set_costs(costs)
+        pipeline.set_costs(trace.costs[index])
 
 
 def place(pipeline: EmulatedPipeline, trace: Trace, index: int) -> None:
@@ -217,43 +263,54 @@ def place(pipeline: EmulatedPipeline, trace: Trace, index: int) -> None:
         pipeline.runtime.move_to(best)
 
 
-def run_all(groups: PipelineGroups, steps: dict[str, int], dense_s: float) -> dict[str, Times]:
-    """Runs all schemes. Every rank calls it."""
-    return {scheme: run_scheme(groups, scheme, num_steps, dense_s) for scheme, num_steps in steps.items()}
+def run_all(groups: PipelineGroups, steps: dict[str, int], sizes: Sizes) -> tuple[dict[str, Result], Result]:
+    """Runs all schemes, and the memoryless one. Every rank calls it."""
+    found = {}
+    for scheme, count in steps.items():
+        trace = Trace(scheme, [index * RUN_STEPS // count for index in range(count)], sizes.dense_s)
+        every = OTHERS_EVERY.get(scheme, 1)
+        others = {"static": every, "oracle": every, "dense": DENSE_EVERY}
+        tells = scheme in TELL_CHANGES
+        found[scheme] = run_scheme(groups, trace, {"ours": "worthwhile"}, others, MEASURE_EVERY, tells)
+    settled = range(RUN_STEPS, RUN_STEPS + sizes.memoryless_steps)
+    trace = Trace("dense" if "dense" in steps else "moe", settled, sizes.memoryless_dense_s)
+    variants: dict[str, MoveWhen] = {"worthwhile": "worthwhile", "always": "always"}
+    return found, run_scheme(groups, trace, variants, {"static": 1}, 1)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    steps = QUICK_STEPS if arguments.quick else STEPS
+    steps, sizes = (QUICK_STEPS, QUICK_SIZES) if arguments.quick else (STEPS, SIZES)
     if arguments.null:
         steps = {"dense": max(steps.values())}
-    dense_s = QUICK_DENSE_S if arguments.quick else DENSE_S
-    report(on_all_ranks(run_all, steps, dense_s), dense_s)
+    report(sizes, *on_all_ranks(run_all, steps, sizes))
 
 
-def report(found: dict[str, Times], dense_s: float) -> None:
+def report(sizes: Sizes, found: dict[str, Result], memoryless: Result) -> None:
     print(
-        f"{NUM_RANKS} ranks, {NUM_LAYERS} layers, {NUM_MICROBATCHES} microbatches, 1F1B, a training of {RUN_STEPS} "
-        f"steps; dense layer {3 * dense_s * 1e3:.1f} ms per microbatch\n"
+        f"{NUM_RANKS} ranks, {NUM_LAYERS} layers, {NUM_LAYERS // NUM_RANKS} per rank, {NUM_MICROBATCHES} microbatches, "
+        f"1F1B, a training of {RUN_STEPS} steps; a dense layer takes {3e3 * sizes.dense_s:.1f} ms per microbatch"
     )
-    for scheme, trace in TRACES.items():
-        if scheme in found:
-            print(f"{scheme}: {trace}")
-    print()
-    rows = []
-    for scheme, times in found.items():
-        means = {name: statistics.mean(seconds) for name, seconds in times.seconds.items()}
-        perfect = statistics.mean(seconds * bound for seconds, bound in zip(times.seconds["static"], times.perfect, strict=True))
-        rows.append(
-            (scheme, len(times.perfect), means["static"], means["ours"], means["oracle"], means["dense"],
-             times.moves["ours"], times.measured["ours"], times.overhead_s["ours"] / len(times.perfect), statistics.mean(times.perfect))
-        )
-    columns = ("scheme", "steps", "static_ms", "ours_ms", "oracle_ms", "dense_ms", "moves", "measured", "overhead_ms", "bound")
-    print(table("Steps, means", columns, rows))
-    for row in rows:
-        print(ratio("oracle_over_static_" + row[0], row[2]/row[4]), ratio("ours_over_static_"+row[0], row[2]/row[3]), ratio("oracle_step_over_ours", row[4]/row[3]))
-    for t in found.values():
-        if "always" in t.seconds:
-            print({k: statistics.mean(v) for k,v in t.seconds.items()}, t.moves, t.overhead_s, t.measured)
+    for scheme in found.keys() & TRACES.keys():
+        print(f"{scheme}: {TRACES[scheme]}")
+    rows = [
+        (scheme, *map(result.mean, ("static", "ours", "oracle", "dense")), *result.costs("ours"), result.perfect)
+        for scheme, result in found.items()
+    ]
+    columns = ("scheme", "static_ms", "ours_ms", "oracle_ms", "dense_ms", *COSTS, "bound")
+    print("\n" + table("Schemes, mean per step", columns, [(*row[:-1], f"{row[-1]:.3f}") for row in rows]))
+    for scheme, static_s, ours_s, oracle_s, *_ in rows:
+        print(ratio(f"oracle_over_static_{scheme}", static_s / oracle_s))
+        print(ratio(f"ours_over_static_{scheme}", static_s / ours_s))
+        print(ratio(f"oracle_of_ours_{scheme}", oracle_s / ours_s))
+    print(ratio("worst_of_oracle", min(row[3] / row[2] for row in rows)))
+    print(ratio("worst_over_static", min(row[1] / row[2] for row in rows)))
+    asked = [
+        (variant, memoryless.mean("static"), memoryless.mean(variant), *memoryless.costs(variant))
+        for variant in memoryless.measured
+    ]
+    print("\n" + table("Memoryless, mean per step", ("move_when", "static_ms", "ours_ms", *COSTS), asked))
+    for variant, static_s, ours_s, *_ in asked:
+        print(ratio(f"memoryless_{variant}", static_s / ours_s))
 
 
 if __name__ == "__main__":
