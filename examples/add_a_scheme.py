@@ -42,6 +42,10 @@ class LISACallback(DynamismCallback):
         pl_module.print(f"[lisa] step {step}: layers {sorted(index + 1 for index in active)} train")
         return True
 
+    @override
+    def steps_until_change(self, step: int) -> float:
+        return -step % self.every_n_steps  # so that layers move if that pays within these steps
+
 
 def main() -> None:
     trainer = Trainer(

@@ -59,6 +59,13 @@ class PipelineSteps:
         self.running = False
         self._first_of_loop = True
 
+    @property
+    def here(self) -> str:
+        """Stages and layers of this rank, for errors."""
+        layers = self.runtime.chain.owned
+        stages = sorted({self.runtime.assignment.stage_of(layer) for layer in layers})
+        return f"stage {', '.join(map(str, stages))}, layers {', '.join(map(str, layers))}"
+
     def begin_loop(self) -> None:
         """Has the next batch checked: that all ranks read the same, and that the inputs are those of ``self(...)``."""
         self._first_of_loop = True

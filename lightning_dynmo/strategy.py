@@ -306,7 +306,7 @@ class DynMoStrategy(PipelineCheckpoints):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._together(f"optimizer step of {self._what_is_here()}"):  # names who has run out of memory
+        with self._together(f"optimizer step of {self.steps.here}"):  # names who has run out of memory
             return super().optimizer_step(*args, **kwargs)
 
     @override
@@ -359,13 +359,6 @@ class DynMoStrategy(PipelineCheckpoints):
         self._balance_by_time = self.balance == "time"
         counts, names = [size.num_parameters for size in chain.sizes], [type(layer).__name__ for layer in chain.layers]
         return initial_assignment(self.balance, counts, names, num_stages)
-
-    def _what_is_here(self) -> str:
-        """Returns stages and layers of this rank, for errors."""
-        runtime = self.runtime
-        layers = runtime.chain.owned
-        stages = sorted({runtime.assignment.stage_of(layer) for layer in layers})
-        return f"stage {', '.join(map(str, stages))}, layers {', '.join(map(str, layers))}"
 
     def _make_whole(self, runtime: PipelineRuntime) -> None:
         """Gives every rank the whole model, and rank 0 the optimizers' state, so that it can save by itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -106,7 +106,7 @@ class Rebalancer:
         speeds = self.rank_speeds or [1.0] * self._groups.pp_size
         # What a layer would take on a rank of speed 1.
         seconds = [load.time_s * speeds[owner] for load, owner in zip(profile.loads, owners, strict=True)]
-        self.problem = BalancingProblem(
+        problem = BalancingProblem(
             seconds if self.load == "time" else load_values(profile.loads, self.load),
             assignment,
             self._placement,
@@ -114,6 +114,7 @@ class Rebalancer:
             self.rank_speeds,
             memory=self._memory(profile, in_flight),
         )
+        self.problem = self._with_what_runs(problem)
         self.policy.observe(self.problem, step=step, seconds=seconds, changed=self._changed)
         self._changed = False
 
@@ -145,6 +146,13 @@ class Rebalancer:
             tuple(in_flight),
             self._caps,
         )
+
+    def _with_what_runs(self, problem: BalancingProblem) -> BalancingProblem:
+        """Takes the split that runs as one that fits, unless the user has set the limit: sizes are estimates."""
+        if problem.memory is None or self._memory_cap_bytes is not None:
+            return problem
+        caps = tuple(map(max, problem.memory.cap_bytes, problem.rank_bytes(problem.current)))
+        return replace(problem, memory=replace(problem.memory, cap_bytes=caps))
 
     def _gather_caps(self) -> tuple[int, ...]:
         device, cap = self._groups.device, self._memory_cap_bytes

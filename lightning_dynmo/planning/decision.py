@@ -12,11 +12,9 @@ from lightning_dynmo.planning.prediction import Prediction, predict
 from lightning_dynmo.planning.problem import BalancingProblem
 from lightning_dynmo.planning.regret import Regret
 from lightning_dynmo.planning.smoothing import SmoothedLoads
-from lightning_dynmo.planning.trial import Trial
+from lightning_dynmo.planning.trial import SETTLED, Trial
 
 MoveWhen = Literal["worthwhile", "always"]
-
-_SETTLED = 2  # steps after a move: in the first one, stages are built anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,8 @@ class Decision:
     Args:
         proposed: What the balancer asks for.
         target: The assignment to move to now; None to stay.
-        prediction: Time of the slowest rank now and under `proposed`, from smoothed loads, in their unit.
+        prediction: Time of the slowest rank now and under `proposed`, from smoothed loads, in their unit; where a move
+            is undone, as measured, relative to `proposed`.
         gain_s: Seconds per step that `proposed` is expected to save.
         cost_s: Seconds that the move to `proposed` is expected to take.
         reason: Why, as a clause for people.
@@ -254,7 +253,7 @@ class RebalancePolicy:
         at_most_steps: float | None,
     ) -> Decision:
         """Says whether the plan is worth its move."""
-        moves = replace(plan, target=plan.proposed, reason=_gains(plan), measure_in=_SETTLED)
+        moves = replace(plan, target=plan.proposed, reason=_gains(plan), measure_in=SETTLED)
         if not problem.fits(problem.current) and plan.proposed != problem.current:
             return replace(moves, reason="the split that runs takes more memory than there is")
         if plan.prediction.gain <= self.min_gain:

@@ -7,6 +7,9 @@ from statistics import median_high
 from lightning_dynmo.planning.assignment import Assignment
 from lightning_dynmo.planning.problem import BalancingProblem
 
+SETTLED = 2
+"""Steps after a move until one is as any other."""
+
 
 @dataclass(slots=True)
 class Trial:
@@ -21,7 +24,7 @@ class Trial:
         after: The split that runs since.
         seconds: Seconds per step of each layer before the move, ``[L]``.
         promised: Gain that was predicted, as a share of the time of the slowest rank.
-        step: Step of the last measurement.
+        step: Step of the last measurement; the next step is not looked at, since stages are built anew in it.
     """
 
     before: Assignment
@@ -39,6 +42,8 @@ class Trial:
             problem: With seconds of each layer as loads.
             step: Step that was measured.
         """
+        if not self.gains and step < self.step + SETTLED:
+            return
         now_s = problem.bottleneck(self.after)
         then_s = problem.with_loads(self._as_before(problem)).bottleneck(self.before)
         self.gains.append(1.0 - now_s / then_s if then_s > 0 else 0.0)

@@ -184,8 +184,7 @@ def test_nothing_moves_where_nothing_fits_and_the_run_goes_on() -> None:
         assert free[2][0] < 3
         assert not tight[0]
         assert tight[2] == (3, 3)
-        assert "No split of 6 layers" in tight[1]
-        assert "memory_cap_bytes=100" in tight[1]
+        assert "No split of 6 layers over 2 stages" in tight[1]
         assert wide[2] == free[2]
 
 

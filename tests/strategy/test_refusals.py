@@ -21,6 +21,7 @@ EXPECTED = {
     "unknown_schedule": ("ValueError", r"Unknown schedule '1f2b'; choose one of 'gpipe', '1f1b'"),
     "balance_of_wrong_sum": ("ValueError", r"places 6 layers .* has 5 layers .*for example balance=\[2, 2, 1\]"),
     "balance_of_wrong_length": ("ValueError", r"on 2 stages, .* 3 stages.*for example balance=\[2, 2, 1\]"),
+    "speeds_of_wrong_number": ("ValueError", r"each of the 3 ranks of a pipeline, got 2\. Use .*=\[1\.0, 1\.0, 1\.0\]"),
     "no_chain": ("TypeError", r"Plain has no configure_pipeline\(\) method.*Add one"),
     "parameters_outside": ("ValueError", r"trainable parameters are in no layer of .*: scale\. Move them"),
     "shared_counter": ("ValueError", r"on other ranks, .*: blocks\.0\.calls of layers 1, 3\. Give each layer"),

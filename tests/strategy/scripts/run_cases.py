@@ -137,6 +137,10 @@ def balance_of_wrong_length(case: Case) -> None:
     case.strategy["balance"] = [3, 2]
 
 
+def speeds_of_wrong_number(case: Case) -> None:
+    case.strategy["rank_speeds"] = [1.0, 0.5]
+
+
 def no_chain(case: Case) -> None:
     class Plain(TinyGPT):
         configure_pipeline = None
