@@ -12,8 +12,8 @@ class Regret:
     cost as much as the move. Gains below the minimum gap count against it, so that gains that come and go, as in models
     whose loads are drawn anew at every step, add up to nothing.
 
-    Where gains scatter, a sum of them that reaches the price may be chance. How far the gain of a plan is from what it
-    had promised says how much they scatter; chance alone then hardly ever reaches `noise_s`.
+    Where gains scatter, a sum of them that reaches the price may be chance. How far the gain of a plan falls short of
+    what it had promised says how much they scatter; chance alone then hardly ever reaches `noise_s`.
 
     Args:
         weight: What a new measurement counts for in the scatter, in ``(0, 1]``.
@@ -37,7 +37,7 @@ class Regret:
         counted = gain if gain > min_gain else gain - min_gain
         self.total_s = max(self.total_s + counted * pace_s * steps, 0.0)
         self._count += 1
-        self._scatter += max(self.weight, 1 / self._count) * ((gain - promised) ** 2 - self._scatter)
+        self._scatter += max(self.weight, 1 / self._count) * (min(gain - promised, 0.0) ** 2 - self._scatter)
 
     def noise_s(self, pace_s: float, min_gain: float) -> float:
         """Returns what the sum may reach by chance: a random walk with a drift of -d stays below its variance / d."""
