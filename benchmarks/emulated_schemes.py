@@ -1,6 +1,6 @@
 """What does balancing bring, end to end, under each scheme?
 
-Eight real processes, 48 layers that sleep, 1F1B. A training of 20,000 steps is compressed: of each scheme's trace, as
+Eight real processes, 48 layers that sleep, 1F1B. A training of 30,000 steps is compressed: of each scheme's trace, as
 many steps as the table says are run, evenly spaced, with the costs that the layers have at that step. Each variant
 begins with a uniform split:
 
@@ -11,8 +11,8 @@ begins with a uniform split:
 * `oracle`: before each step, layers take the exact best split for the step's expected costs; the move is free.
 * `dense`: the layers without the scheme, uniformly split: a second baseline, for comparison only.
 
-`ours` runs all steps. The others depend on no step before, so where loads change slowly they run every fourth of them,
-in turns with the same step of `ours`. Tables have means per step.
+`ours` runs all steps. The others depend on no step before, so where loads change slowly, one step in up to four stands
+for its neighbours; it is run next to the same step of `ours`, in turns. Tables have means over all steps.
 
 `oracle_over_static_<scheme>` and `ours_over_static_<scheme>` are speed-ups: the static variant's time over theirs.
 `oracle_of_ours_<scheme>` is the oracle's time over ours, at most about 1; `worst_of_oracle` is the smallest of them,
@@ -39,6 +39,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import get_args
 
 from emulation import NUM_RANKS, EmulatedPipeline, on_all_ranks
 from harness import arguments_of, ratio, table
@@ -47,13 +49,15 @@ from lightning_dynmo.pipeline import PipelineGroups
 from lightning_dynmo.planning import Assignment, BalancingProblem, MoveWhen, PartitionBalancer
 from lightning_dynmo.simulation import TRACES, CostTrace, FreezingTrace, LayerCost, stage_costs
 
-NUM_LAYERS, NUM_MICROBATCHES, RUN_STEPS = 48, 16, 20_000
-STEPS = {"moe": 16, "pruning": 96, "freezing": 96, "sparse_attention": 96, "early_exit": 96, "mod": 16}
-QUICK_STEPS = {"sparse_attention": 32, "mod": 16}
-OTHERS_EVERY = {"pruning": 4, "freezing": 4, "sparse_attention": 4, "early_exit": 4}
+NUM_LAYERS, RUN_STEPS = 48, 30_000
+STEPS = {"moe": 6, "pruning": 40, "freezing": 40, "sparse_attention": 64, "early_exit": 64, "mod": 6}
+QUICK_STEPS = {"sparse_attention": 16, "mod": 3}
+CHUNKS = {"pruning": 4, "freezing": 4, "sparse_attention": 4, "early_exit": 4}
+"""Steps for which one may stand, where loads are not drawn anew in each."""
+CHANGE = 0.01
 DENSE_EVERY = 16
 TELL_CHANGES = ("pruning", "freezing")
-MEASURE_EVERY = 8
+MEASURE_EVERY = 4
 NUM_PARAMETERS = 16_384
 COSTS = ("overhead_ms", "steps", "measured", "moves")
 
@@ -63,17 +67,19 @@ class Sizes:
     """How long steps are.
 
     Attributes:
+        num_microbatches: Microbatches per step.
         dense_s: Seconds of a dense layer's forward, of its input's gradient and of its weights', each, per microbatch.
         memoryless_dense_s: The same for the memoryless scheme.
         memoryless_steps: Steps of that.
     """
 
+    num_microbatches: int
     dense_s: float
     memoryless_dense_s: float
     memoryless_steps: int
 
 
-SIZES, QUICK_SIZES = Sizes(0.9e-3, 4.5e-3, 7), Sizes(0.6e-3, 1e-3, 4)
+SIZES, QUICK_SIZES = Sizes(24, 1.3e-3, 3.2e-3, 6), Sizes(16, 1.2e-3, 1.5e-3, 3)
 
 
 @dataclass(slots=True)
@@ -81,7 +87,8 @@ class Result:
     """What became of one scheme.
 
     Attributes:
-        seconds: Of each step, by variant.
+        seconds: Of the steps run, by variant.
+        weights: Steps for which each of these stands, by variant.
         perfect: Quotient of the slowest rank's work and the mean under the uniform split, over all steps.
         measured: Measured steps of the library's variants.
         moves: How often they moved layers.
@@ -89,6 +96,7 @@ class Result:
     """
 
     seconds: dict[str, list[float]]
+    weights: dict[str, list[int]]
     perfect: float
     measured: dict[str, int]
     moves: dict[str, int]
@@ -96,7 +104,7 @@ class Result:
 
     def mean(self, variant: str) -> float:
         """Returns the mean seconds of a step."""
-        return statistics.mean(self.seconds[variant])
+        return statistics.fmean(self.seconds[variant], self.weights[variant])
 
     def costs(self, variant: str) -> tuple[float, int, int, int]:
         """Returns the overhead per step, the number of steps, those that were measured, and the number of moves."""
@@ -140,6 +148,23 @@ class Trace:
         """Returns the steps after this one in which layers are expected to cost what they cost now."""
         later = range(index + 1, len(self))
         return next((other for other in later if self.changes(other)), len(self)) - index - 1
+
+    def chunks(self, most: int) -> dict[int, int]:
+        """Returns steps that stand for all: the middle ones of runs of steps whose expected costs are nearly the same.
+
+        Args:
+            most: Longest run.
+
+        Returns:
+            For each such step, the length of its run.
+        """
+        uniform = Assignment.uniform(NUM_LAYERS, NUM_RANKS)
+        largest = [max(uniform.stage_loads(loads_of(costs))) for costs in self.expected]
+        starts = [0]
+        for index in range(1, len(self)):
+            if index - starts[-1] == most or abs(largest[index] / largest[starts[-1]] - 1) > CHANGE:
+                starts.append(index)
+        return {(begin + end) // 2: end - begin for begin, end in pairwise([*starts, len(self)])}
 
     def perfect(self) -> float:
         """Returns how much faster a perfect split of all steps would be than a uniform one, if only work counted."""
@@ -195,87 +220,88 @@ class Balanced:
 def run_scheme(
     groups: PipelineGroups,
     trace: Trace,
-    variants: dict[str, MoveWhen],
-    others: dict[str, int],
-    every: int,
-    tells: bool = False,
+    num_microbatches: int,
+    variants: dict[str, Balanced],
+    others: dict[str, dict[int, int]],
 ) -> Result:
     """Runs all variants of one scheme. Every rank calls it.
 
     Args:
         groups: Process groups of this rank.
         trace: The costs.
+        num_microbatches: Microbatches per step.
         variants: Those that the library balances.
-        others: The others, and every how many steps they run.
-        every: See `Balanced`.
-        tells: See `Balanced`.
+        others: The others, with the steps that they run, and for how many each of these stands.
     """
-    names = [*variants, *others]
-    pipelines = {
-        name: EmulatedPipeline(
-            groups,
-            trace.dense,
-            NUM_MICROBATCHES,
-            num_parameters=NUM_PARAMETERS,
-            move_when=variants.get(name, "worthwhile"),
-        )
-        for name in names
-    }
-    for pipeline in pipelines.values():
-        pipeline.warm_up(trace.dense)
-        pipeline.runtime.restart_clock()
-    balanced = {name: Balanced(pipelines[name], trace, every, tells) for name in variants}
+    pipelines = {name: variant.pipeline for name, variant in variants.items()}
+    pipelines |= {name: new_pipeline(groups, trace, num_microbatches) for name in others}
+    names = list(pipelines)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(len(trace)):
         for turn in range(len(names)):
             name = names[(index + turn) % len(names)]
-            if name in variants:
-                prepare(pipelines[name], trace, index, index - 1)
-                seconds[name].append(balanced[name].step(index))
-            elif index % others[name] == others[name] // 2:
-                if name != "dense":
-                    prepare(pipelines[name], trace, index, index - others[name])
-                if name == "oracle":
-                    place(pipelines[name], trace, index)
-                seconds[name].append(pipelines[name].step())
+            if name in others and index not in others[name]:
+                continue
+            if name != "dense":
+                prepare(pipelines[name], trace.costs[index])
+            if name == "oracle":
+                place(pipelines[name], trace.expected[index])
+            seconds[name].append(variants[name].step(index) if name in variants else pipelines[name].step())
     return Result(
         seconds,
+        {name: list(others[name].values()) if name in others else [1] * len(trace) for name in names},
         trace.perfect(),
-        {name: each.measured for name, each in balanced.items()},
-        {name: each.moves for name, each in balanced.items()},
-        {name: each.pipeline.runtime.overhead_s for name, each in balanced.items()},
+        {name: variant.measured for name, variant in variants.items()},
+        {name: variant.moves for name, variant in variants.items()},
+        {name: variant.pipeline.runtime.overhead_s for name, variant in variants.items()},
     )
 
 
-def prepare(pipeline: EmulatedPipeline, trace: Trace, index: int, before: int) -> None:
-    """Gives the layers their costs of a step; where others train than in the one before, shapes are found anew."""
-    if [cost.trains for cost in trace.costs[index]] != [cost.trains for cost in trace.costs[max(before, 0)]]:
-        pipeline.warm_up(trace.costs[index])
+def new_pipeline(
+    groups: PipelineGroups, trace: Trace, num_microbatches: int, move_when: MoveWhen = "worthwhile"
+) -> EmulatedPipeline:
+    """Returns a pipeline of dense layers that has run."""
+    pipeline = EmulatedPipeline(
+        groups, trace.dense, num_microbatches, num_parameters=NUM_PARAMETERS, move_when=move_when
+    )
+    pipeline.warm_up(trace.dense)
+    pipeline.runtime.restart_clock()
+    return pipeline
+
+
+def prepare(pipeline: EmulatedPipeline, costs: Sequence[LayerCost]) -> None:
+    """Gives the layers their costs of a step; where others train than before, shapes at borders are found anew."""
+    if pipeline.trains != [cost.trains for cost in costs]:
+        pipeline.warm_up(costs)
     else:
-        pipeline.set_costs(trace.costs[index])
+        pipeline.set_costs(costs)
 
 
-def place(pipeline: EmulatedPipeline, trace: Trace, index: int) -> None:
-    """Moves layers as one who knows what a step is expected to cost."""
+def place(pipeline: EmulatedPipeline, expected: Sequence[LayerCost]) -> None:
+    """Moves layers as one would who knows what the step is expected to cost."""
     current = pipeline.runtime.assignment
-    best = PartitionBalancer().balance(BalancingProblem(loads_of(trace.expected[index]), current))
+    best = PartitionBalancer().balance(BalancingProblem(loads_of(expected), current))
     if best != current:
         pipeline.runtime.move_to(best)
 
 
 def run_all(groups: PipelineGroups, steps: dict[str, int], sizes: Sizes) -> tuple[dict[str, Result], Result]:
     """Runs all schemes, and the memoryless one. Every rank calls it."""
-    found = {}
+    found, microbatches = {}, sizes.num_microbatches
     for scheme, count in steps.items():
         trace = Trace(scheme, [index * RUN_STEPS // count for index in range(count)], sizes.dense_s)
-        every = OTHERS_EVERY.get(scheme, 1)
-        others = {"static": every, "oracle": every, "dense": DENSE_EVERY}
-        tells = scheme in TELL_CHANGES
-        found[scheme] = run_scheme(groups, trace, {"ours": "worthwhile"}, others, MEASURE_EVERY, tells)
+        chunks = trace.chunks(CHUNKS.get(scheme, 1))
+        others = {"static": chunks, "oracle": chunks, "dense": dict.fromkeys(range(0, count, DENSE_EVERY), 1)}
+        pipeline = new_pipeline(groups, trace, microbatches)
+        ours = {"ours": Balanced(pipeline, trace, MEASURE_EVERY, scheme in TELL_CHANGES)}
+        found[scheme] = run_scheme(groups, trace, microbatches, ours, others)
     settled = range(RUN_STEPS, RUN_STEPS + sizes.memoryless_steps)
     trace = Trace("dense" if "dense" in steps else "moe", settled, sizes.memoryless_dense_s)
-    variants: dict[str, MoveWhen] = {"worthwhile": "worthwhile", "always": "always"}
-    return found, run_scheme(groups, trace, variants, {"static": 1}, 1)
+    variants = {
+        move_when: Balanced(new_pipeline(groups, trace, microbatches, move_when), trace, 1, tells_changes=False)
+        for move_when in get_args(MoveWhen)
+    }
+    return found, run_scheme(groups, trace, microbatches, variants, {"static": trace.chunks(1)})
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -287,8 +313,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def report(sizes: Sizes, found: dict[str, Result], memoryless: Result) -> None:
     print(
-        f"{NUM_RANKS} ranks, {NUM_LAYERS} layers, {NUM_LAYERS // NUM_RANKS} per rank, {NUM_MICROBATCHES} microbatches, "
-        f"1F1B, a training of {RUN_STEPS} steps; a dense layer takes {3e3 * sizes.dense_s:.1f} ms per microbatch"
+        f"{NUM_RANKS} ranks, {NUM_LAYERS} layers, {NUM_LAYERS // NUM_RANKS} per rank, 1F1B, {sizes.num_microbatches} "
+        f"microbatches; a training of {RUN_STEPS} steps; a dense layer takes {3e3 * sizes.dense_s:.1f} ms of each"
     )
     for scheme in found.keys() & TRACES.keys():
         print(f"{scheme}: {TRACES[scheme]}")

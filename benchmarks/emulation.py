@@ -96,10 +96,16 @@ class EmulatedPipeline:
                 layer.weight.grad = None
                 self.optimizer.state.pop(layer.weight, None)
 
+    @property
+    def trains(self) -> list[bool]:
+        """Which layers train."""
+        return [parameter.requires_grad for parameter in self.layers.parameters()]
+
     def warm_up(self, costs: Sequence[LayerCost]) -> None:
         """Runs a step with these layers that takes no time of theirs, and leaves them with their costs."""
         self.set_costs([LayerCost(0.0, 0.0, 0.0, trains=cost.trains) for cost in costs])
         self.step()
+        self._step -= 1
         self.set_costs(costs)
 
     def forward_and_backward(self) -> float:

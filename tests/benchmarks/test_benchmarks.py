@@ -16,7 +16,7 @@ import pytest
 
 from lightning_dynmo.pipeline.schedules import SCHEDULES
 from lightning_dynmo.planning import Assignment
-from lightning_dynmo.simulation import LayerCost
+from lightning_dynmo.simulation import TRACES, LayerCost
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISION = 1e-3  # of a ratio computed from a table's microseconds
@@ -188,3 +188,44 @@ def test_parity_sees_what_does_not_hold(
     assert failures(near, near, found) == ["gpipe"]
     assert failures(near, zero, near) == ["the"]
     assert "ratio: max_relative_difference_fp32 nan" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [(), ("--null",)])
+def test_simulation(options: tuple[str, ...]) -> None:
+    output = run_benchmark("simulation.py", *options)
+    steps, ratios = tables_of(output)["Steps"], ratios_of(output)
+    assert {row["scheme"] for row in steps} == ({"dense"} if options else set(TRACES))
+    expected = {}
+    for schedule in ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"):
+        mine = [row for row in steps if row["schedule"] == schedule]
+        errors = [abs(float(row["simulated_ms"]) / float(row["emulated_ms"]) - 1) for row in mine]
+        expected[f"median_error_{schedule}"] = statistics.median(errors)
+        expected[f"emulated_over_simulated_{schedule}"] = median_quotient(mine, "emulated_ms", "simulated_ms")
+    off = [abs(float(row["formula_ms"]) / float(row["emulated_ms"]) - 1) for row in steps]
+    expected["median_error_of_formula"] = statistics.median(off)
+    assert ratios == pytest.approx(expected, abs=PRECISION)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [(), ("--null",)])
+def test_emulated_schemes(options: tuple[str, ...]) -> None:
+    output = run_benchmark("emulated_schemes.py", *options)
+    tables, ratios = tables_of(output), ratios_of(output)
+    schemes, memoryless = tables["Schemes"], tables["Memoryless"]
+    expected = {f"memoryless_{row['move_when']}": quotient(row, "static_ms", "ours_ms") for row in memoryless}
+    for row in schemes:
+        expected[f"oracle_over_static_{row['scheme']}"] = quotient(row, "static_ms", "oracle_ms")
+        expected[f"ours_over_static_{row['scheme']}"] = quotient(row, "static_ms", "ours_ms")
+        expected[f"oracle_of_ours_{row['scheme']}"] = quotient(row, "oracle_ms", "ours_ms")
+    expected["worst_of_oracle"] = min(quotient(row, "oracle_ms", "ours_ms") for row in schemes)
+    expected["worst_over_static"] = min(quotient(row, "static_ms", "ours_ms") for row in schemes)
+    assert ratios == pytest.approx(expected, rel=PRECISION)
+    assert {row["move_when"] for row in memoryless} == {"worthwhile", "always"}
+    assert all(int(row["measured"]) == int(row["steps"]) for row in memoryless)
+
+
+def quotient(row: dict[str, str], above: str, below: str) -> float:
+    return float(row[above]) / float(row[below])
