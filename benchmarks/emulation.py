@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ def on_all_ranks(function: Callable[..., Any], *args: Any) -> Any:
 
 def _call(rank: int, path: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
     dist.init_process_group("gloo")
+    gc.freeze()  # else the first full collection copies all pages that are shared with the server, in some step
     result = function(create_groups(NUM_RANKS, 1, torch.device("cpu")), *args)
     if rank == 0:
         torch.save(result, path)
