@@ -50,14 +50,14 @@ from lightning_dynmo.planning import Assignment, BalancingProblem, MoveWhen, Par
 from lightning_dynmo.simulation import TRACES, CostTrace, FreezingTrace, LayerCost, stage_costs
 
 NUM_LAYERS, RUN_STEPS = 48, 30_000
-STEPS = {"moe": 6, "pruning": 40, "freezing": 40, "sparse_attention": 64, "early_exit": 64, "mod": 6}
+STEPS = {"moe": 6, "pruning": 32, "freezing": 40, "sparse_attention": 96, "early_exit": 96, "mod": 6}
 QUICK_STEPS = {"sparse_attention": 16, "mod": 3}
 CHUNKS = {"pruning": 4, "freezing": 4, "sparse_attention": 4, "early_exit": 4}
 """Steps for which one may stand, where loads are not drawn anew in each."""
 CHANGE = 0.01
 DENSE_EVERY = 16
 TELL_CHANGES = ("pruning", "freezing")
-MEASURE_EVERY = 4
+MEASURE_EVERY = 6
 NUM_PARAMETERS = 16_384
 COSTS = ("overhead_ms", "steps", "measured", "moves")
 
@@ -79,7 +79,7 @@ class Sizes:
     memoryless_steps: int
 
 
-SIZES, QUICK_SIZES = Sizes(16, 1.8e-3, 4.3e-3, 6), Sizes(12, 1.2e-3, 1.5e-3, 3)
+SIZES, QUICK_SIZES = Sizes(16, 1.8e-3, 4.3e-3, 5), Sizes(12, 1.2e-3, 1.5e-3, 3)
 
 
 @dataclass(slots=True)
