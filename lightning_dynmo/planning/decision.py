@@ -125,7 +125,7 @@ class RebalancePolicy:
             self._seconds.restart()
             self._trial, self._undone = None, set()
         steps = 1 if changed or self._problem is None else max(step - self._step, 1)
-        self._add_regret(problem, timed.bottleneck(problem.current), steps)
+        self._add_regret(problem, None if changed else self._plan_gain, timed.bottleneck(problem.current), steps)
         if self._trial is not None and self._trial.after != problem.current:
             self._trial = None
         if self._trial is not None:
@@ -153,6 +153,9 @@ class RebalancePolicy:
         plan = self._proposal(problem)
         if self._no_plan:
             return replace(plan, reason=self._no_plan)
+        if not problem.fits(problem.current) and plan.proposed != problem.current:
+            reason = "the split that runs takes more memory than there is"
+            return replace(plan, target=plan.proposed, reason=reason, measure_in=SETTLED)
         if self.move_when == "always":
             if plan.prediction.gain > 0:
                 return replace(plan, target=plan.proposed, reason=_gains(plan))
@@ -174,14 +177,14 @@ class RebalancePolicy:
         assert decision.target is not None
         assert self._problem is not None
         self.cost.learn(moved_bytes, seconds)
-        before, tried = self._problem.current, self._trial
+        problem, tried = self._problem, self._trial
         self.placed(decision.target)
         if decision.undone:
             assert tried is not None
             self._undone.add(tried.after)
-        elif self.move_when == "worthwhile":
+        elif self.move_when == "worthwhile" and problem.fits(problem.current):
             gain = decision.prediction.gain
-            self._trial = Trial(before, decision.target, self._seconds.values, gain, self._step)
+            self._trial = Trial(problem.current, decision.target, self._seconds.values, gain, self._step)
 
     def placed(self, assignment: Assignment) -> None:
         """Notes that another assignment runs from now on, whoever has decided that."""
@@ -191,11 +194,11 @@ class RebalancePolicy:
             self._problem = replace(self._problem, current=assignment)
             self._make_plan(self._problem)
 
-    def _add_regret(self, problem: BalancingProblem, pace_s: float, steps: int) -> None:
+    def _add_regret(self, problem: BalancingProblem, promised: float | None, pace_s: float, steps: int) -> None:
         plan = self._plan
         if plan is None or plan == problem.current or plan in self._undone:
             return
-        self._regret.add(predict(problem, plan).gain, self._plan_gain, pace_s, steps, self.min_gain)
+        self._regret.add(predict(problem, plan).gain, promised, pace_s, steps, self.min_gain)
 
     def _make_plan(self, problem: BalancingProblem) -> None:
         self._no_plan = ""
@@ -253,9 +256,6 @@ class RebalancePolicy:
         at_most_steps: float | None,
     ) -> Decision:
         """Says whether the plan is worth its move."""
-        moves = replace(plan, target=plan.proposed, reason=_gains(plan), measure_in=SETTLED)
-        if not problem.fits(problem.current) and plan.proposed != problem.current:
-            return replace(moves, reason="the split that runs takes more memory than there is")
         if plan.prediction.gain <= self.min_gain:
             return replace(plan, reason=_stays(plan, problem.current))
         if plan.proposed in self._undone:
@@ -266,7 +266,7 @@ class RebalancePolicy:
             return replace(plan, reason=f"{_would_gain(plan)}, but all changes in {at_most_steps:.0f} steps")
         certain = horizon_steps is not None and plan.gain_s * horizon_steps > price_s
         if certain or self._regret.total_s >= needed_s:
-            return moves
+            return replace(plan, target=plan.proposed, reason=_gains(plan), measure_in=SETTLED)
         if horizon_steps is not None:
             return replace(plan, reason=f"{_would_gain(plan)}, but all changes in {horizon_steps:.0f} steps")
         wait = _wait(plan.gain_s, needed_s, self._regret.total_s, None)

@@ -24,18 +24,20 @@ class Regret:
     _scatter: float = 0.0
     _count: int = 0
 
-    def add(self, gain: float, promised: float, pace_s: float, steps: int, min_gain: float) -> None:
+    def add(self, gain: float, promised: float | None, pace_s: float, steps: int, min_gain: float) -> None:
         """Takes in what the plan made before a measurement would have gained in it.
 
         Args:
             gain: As a share of the time of the slowest rank.
-            promised: What was predicted when the plan was made.
+            promised: What was predicted when the plan was made; None if the model has changed since.
             pace_s: Seconds per step of the slowest rank.
             steps: Steps that the measurement stands for.
             min_gain: The minimum gap.
         """
         counted = gain if gain > min_gain else gain - min_gain
         self.total_s = max(self.total_s + counted * pace_s * steps, 0.0)
+        if promised is None:
+            return
         self._count += 1
         self._scatter += max(self.weight, 1 / self._count) * (min(gain - promised, 0.0) ** 2 - self._scatter)
 

@@ -163,7 +163,7 @@ def test_memory_counts_gradients_and_state_to_come_and_what_is_kept() -> None:
 
 
 def uneven_sleepers() -> list[nn.Module]:
-    return [Sleeper(0.03), Sleeper(0.03), Sleeper(0.03), Sleeper(0.0), Sleeper(0.0), Sleeper(0.0, 1000)]
+    return [Sleeper(0.02), Sleeper(0.02), Sleeper(0.03), Sleeper(0.0), Sleeper(0.0), Sleeper(0.0, 1000)]
 
 
 def _capped(rank: int) -> list[tuple[bool, str, tuple[int, ...]]]:
@@ -181,7 +181,7 @@ def _capped(rank: int) -> list[tuple[bool, str, tuple[int, ...]]]:
 def test_nothing_moves_where_nothing_fits_and_the_run_goes_on() -> None:
     for free, tight, wide in run_distributed(_capped, 2):
         assert free[0]
-        assert free[2][0] < 3
+        assert free[2] == (2, 4)
         assert not tight[0]
         assert tight[2] == (3, 3)
         assert "No split of 6 layers over 2 stages" in tight[1]

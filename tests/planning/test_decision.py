@@ -226,6 +226,17 @@ def test_a_change_of_the_model_starts_the_average_anew() -> None:
     assert ours.decide().prediction.bottleneck_before == 9
 
 
+def test_a_plan_that_a_change_has_made_pointless_is_no_noise() -> None:
+    before, after, current = [1.5, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0, 5.0], Assignment((4, 2))
+    targets = []
+    for changed in (True, False):
+        ours = policy(cost_s=0.5)
+        for step, loads in enumerate([before, after, after]):
+            ours.observe(BalancingProblem(loads, current), step=step, changed=changed and step == 1)
+        targets.append(ours.decide().target)
+    assert targets == [Assignment((5, 1)), None]
+
+
 def test_what_moves_cost_is_learnt() -> None:
     run = Run(policy(cost_s=1.0), UNIFORM, 50.0, constant(UNEVEN), horizon=10).steps(1)
     assert run.moves == [(1, EVEN)]
@@ -342,6 +353,18 @@ def test_a_split_that_does_not_fit_is_left_whatever_that_costs() -> None:
     assert decision.target == UNIFORM
     assert decision.prediction.gain < 0
     assert "more memory than there is" in decision.reason
+
+
+@pytest.mark.parametrize("move_when", ["worthwhile", "always"])
+def test_and_nothing_goes_back_to_it(move_when: str) -> None:
+    ours, current = policy(1e-9, move_when=move_when), EVEN
+    for step in range(8):
+        ours.observe(BalancingProblem(UNEVEN, current, memory=limits(30)), step=step)
+        decision = ours.decide(horizon_steps=100)
+        if decision.target is not None:
+            ours.moved(decision, 0, 1e-9)
+            current = decision.target
+    assert current == UNIFORM
 
 
 class Broken(Balancer):
