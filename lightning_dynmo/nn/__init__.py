@@ -1,5 +1,6 @@
 """Layers to build pipelines from. Needs torch only, so they can be used without Lightning."""
 
+from lightning_dynmo.nn.emulated import EmulatedLayer
 from lightning_dynmo.nn.gpt import (
     MLP,
     AttentionBlock,
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionBlock",
     "Block",
     "CausalSelfAttention",
+    "EmulatedLayer",
     "GPTConfig",
     "Head",
     "MLPBlock",

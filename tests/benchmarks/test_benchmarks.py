@@ -232,3 +232,44 @@ def test_balancers(null: bool) -> None:
         assert ratios["diffusion_above_optimum_in_largest_layers"] <= 1.001
         assert ratios["diffusion_rounds_of_lemma_2"] <= 1
         assert ratios["v_over_optimum_mean"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [(), ("--null",)])
+def test_simulation(options: tuple[str, ...]) -> None:
+    output = run_benchmark("simulation.py", *options)
+    steps, ratios = tables_of(output)["Steps"], ratios_of(output)
+    assert {row["scheme"] for row in steps} == ({"dense"} if options else set(TRACES))
+    expected = {}
+    for schedule in ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble"):
+        mine = [row for row in steps if row["schedule"] == schedule]
+        errors = [abs(float(row["simulated_ms"]) / float(row["emulated_ms"]) - 1) for row in mine]
+        expected[f"median_error_{schedule}"] = statistics.median(errors)
+        expected[f"emulated_over_simulated_{schedule}"] = median_quotient(mine, "emulated_ms", "simulated_ms")
+    off = [abs(float(row["formula_ms"]) / float(row["emulated_ms"]) - 1) for row in steps]
+    expected["median_error_of_formula"] = statistics.median(off)
+    assert ratios == pytest.approx(expected, abs=PRECISION)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [(), ("--null",)])
+def test_emulated_schemes(options: tuple[str, ...]) -> None:
+    output = run_benchmark("emulated_schemes.py", *options)
+    tables, ratios = tables_of(output), ratios_of(output)
+    schemes, memoryless = tables["Schemes"], tables["Memoryless"]
+    expected = {f"memoryless_{row['move_when']}": quotient(row, "static_ms", "ours_ms") for row in memoryless}
+    for row in schemes:
+        expected[f"oracle_over_static_{row['scheme']}"] = quotient(row, "static_ms", "oracle_ms")
+        expected[f"ours_over_static_{row['scheme']}"] = quotient(row, "static_ms", "ours_ms")
+        expected[f"oracle_of_ours_{row['scheme']}"] = quotient(row, "oracle_ms", "ours_ms")
+    expected["worst_of_oracle"] = min(quotient(row, "oracle_ms", "ours_ms") for row in schemes)
+    expected["worst_over_static"] = min(quotient(row, "static_ms", "ours_ms") for row in schemes)
+    assert ratios == pytest.approx(expected, rel=PRECISION)
+    assert {row["move_when"] for row in memoryless} == {"worthwhile", "always"}
+    assert all(int(row["measured"]) == int(row["steps"]) for row in memoryless)
+
+
+def quotient(row: dict[str, str], above: str, below: str) -> float:
+    return float(row[above]) / float(row[below])
