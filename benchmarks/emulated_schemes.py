@@ -79,7 +79,7 @@ class Sizes:
     memoryless_steps: int
 
 
-SIZES, QUICK_SIZES = Sizes(16, 1.8e-3, 4.3e-3, 5), Sizes(12, 1.2e-3, 1.5e-3, 3)
+SIZES, QUICK_SIZES = Sizes(16, 1.8e-3, 4.3e-3, 5), Sizes(12, 1.2e-3, 3.5e-3, 2)
 
 
 @dataclass(slots=True)
