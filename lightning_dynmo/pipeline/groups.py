@@ -8,6 +8,7 @@ import pickle
 import socket
 import stat
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -235,9 +236,19 @@ class PipelineGroups:
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Gathers picklable values over gloo; where torch's own way is a ring, this one has all wait for few messages."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = _gather_rows(torch.tensor([len(data)]), group)[:, 0].tolist()
-    rows = _gather_rows(torch.nn.functional.pad(data, (0, max(sizes) - len(data))), group)
-    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    size = torch.tensor([len(data)]).view(torch.uint8)
+    rows = _gather_rows(torch.cat([size, _padded(data[:_AT_ONCE], _AT_ONCE)]), group)
+    sizes = rows[:, : len(size)].contiguous().view(torch.int64).flatten().tolist()
+    rows = rows[:, len(size) :]
+    if max(sizes) > _AT_ONCE:
+        rows = torch.cat([rows, _gather_rows(_padded(data[_AT_ONCE:], max(sizes) - _AT_ONCE), group)], dim=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own tree structures, unpickled
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _padded(data: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(data, (0, size - len(data)))
 
 
 def _gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -247,6 +258,8 @@ def _gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     dist.broadcast(rows, src=first, group=group)
     return rows
 
+
+_AT_ONCE = 4096  # bytes of a value that go along with its size
 
 _KILLED = "The process was probably killed; look for 'out of memory' in the system log, or at its own output."
 
