@@ -11,8 +11,13 @@ begins with a uniform split:
 * `oracle`: before each step, layers take the exact best split for the step's expected costs; the move is free.
 * `dense`: the layers without the scheme, uniformly split: a second baseline, for comparison only.
 
-`ours` runs all steps. The others depend on no step before, so where loads change slowly, one step in up to four stands
-for its neighbours; it is run next to the same step of `ours`, in turns. Tables have means over all steps.
+`ours` runs all steps. The others depend on no step before, so where loads change slowly (by less than 1 %), one step
+stands for up to 8 neighbours, or 16 where they do not change at all; it is run next to the same step of `ours`, in
+turns. Tables have means over all steps.
+
+The numbers of steps, layers and microbatches were chosen so that the layers of eight ranks become uneven enough, and
+that a change is answered within a small part of the run, as in a training of thousands of steps. The traces have their
+default parameters.
 
 `oracle_over_static_<scheme>` and `ours_over_static_<scheme>` are speed-ups: the static variant's time over theirs.
 `oracle_of_ours_<scheme>` is the oracle's time over ours, at most about 1; `worst_of_oracle` is the smallest of them,
@@ -50,9 +55,9 @@ from lightning_dynmo.planning import Assignment, BalancingProblem, MoveWhen, Par
 from lightning_dynmo.simulation import TRACES, CostTrace, FreezingTrace, LayerCost, stage_costs
 
 NUM_LAYERS, RUN_STEPS = 48, 30_000
-STEPS = {"moe": 6, "pruning": 32, "freezing": 40, "sparse_attention": 96, "early_exit": 96, "mod": 6}
+STEPS = {"moe": 6, "pruning": 64, "freezing": 40, "sparse_attention": 112, "early_exit": 96, "mod": 6}
 QUICK_STEPS = {"sparse_attention": 16, "mod": 3}
-CHUNKS = {"pruning": 4, "freezing": 4, "sparse_attention": 4, "early_exit": 4}
+CHUNKS = {"pruning": 16, "freezing": 8, "sparse_attention": 8, "early_exit": 8}
 """Steps for which one may stand, where loads are not drawn anew in each."""
 CHANGE = 0.01
 DENSE_EVERY = 16
@@ -315,7 +320,8 @@ def main(arguments: argparse.Namespace) -> None:
 def report(sizes: Sizes, found: dict[str, Result], memoryless: Result) -> None:
     print(
         f"{NUM_RANKS} ranks, {NUM_LAYERS} layers, {NUM_LAYERS // NUM_RANKS} per rank, 1F1B, {sizes.num_microbatches} "
-        f"microbatches; a training of {RUN_STEPS} steps; a dense layer takes {3e3 * sizes.dense_s:.1f} ms of each"
+        f"microbatches; a training of {RUN_STEPS} steps; a dense layer takes {3e3 * sizes.dense_s:.1f} ms of each; "
+        f"measured at every {MEASURE_EVERY}th step and where the library asks"
     )
     for scheme in found.keys() & TRACES.keys():
         print(f"{scheme}: {TRACES[scheme]}")
