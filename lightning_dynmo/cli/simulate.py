@@ -187,7 +187,7 @@ def _traces(options: SimulateOptions) -> dict[str, RunCosts]:
 def _machine(options: SimulateOptions, num_layers: int, recording: Recording | None) -> tuple[Machine, str]:
     """Returns the pipelines, and the name of their schedule."""
     ran = None if recording is None else recording.steps[-1]
-    num_replicas = 30 if recording is None else int(recording.settings.get("data_parallel_size", 1))
+    num_replicas = 30 if recording is None else recording.settings.get("data_parallel_size", 1)
     schedule = find_schedule(options.schedule or (ran.schedule if ran else "1f1b"))
     per_rank = schedule.stages_per_rank
     if ran is not None and schedule.name == ran.schedule:
