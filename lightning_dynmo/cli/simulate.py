@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import numpy as np
+
 from lightning_dynmo.cli.simulation_report import Report, print_report, write_files
 from lightning_dynmo.pipeline import check_num_microbatches, find_schedule
 from lightning_dynmo.pipeline.schedules import simulated_order
@@ -116,7 +118,7 @@ def simulate(options: SimulateOptions) -> None:
     comparisons: dict[str, Comparison] = {}
     begin_s = time.monotonic()
     for name, costs in sources.items():
-        comparisons[name] = compare(costs, machine, PLANS)
+        comparisons[name] = _compare(name, costs, machine)
         if time.monotonic() - begin_s > _QUIET_S and len(comparisons) < len(sources):
             sys.stderr.write(f"{len(comparisons)} of {len(sources)} schemes are simulated\n")
     report = Report(
@@ -130,6 +132,26 @@ def simulate(options: SimulateOptions) -> None:
     print_report(report)
     if folder is not None:
         write_files(folder, report, sources, machine)
+
+
+def _compare(name: str, costs: RunCosts, machine: Machine) -> Comparison:
+    try:
+        with np.errstate(over="raise"):
+            comparison = compare(costs, machine, PLANS)
+        totals_s = [run.total_s for run in comparison.runs.values()]
+    except (FloatingPointError, OverflowError):
+        totals_s = [math.inf]
+    if min(totals_s) == 0:
+        raise ValueError(
+            f"The steps of {name} take no time at all, so there is nothing to compare. Record a run in which layers "
+            f"take some, or give messages a time, for example --latency_s={SimulateOptions.latency_s}."
+        )
+    if not all(map(math.isfinite, totals_s)):
+        raise ValueError(
+            f"The times of {name} are too large for numbers to hold. Check that times are given in seconds, and "
+            f"--bytes_per_s in bytes per second."
+        )
+    return comparison
 
 
 def _assumptions(options: SimulateOptions, recording: Recording | None) -> str:
@@ -187,7 +209,7 @@ def _traces(options: SimulateOptions) -> dict[str, RunCosts]:
 def _machine(options: SimulateOptions, num_layers: int, recording: Recording | None) -> tuple[Machine, str]:
     """Returns the pipelines, and the name of their schedule."""
     ran = None if recording is None else recording.steps[-1]
-    num_replicas = 30 if recording is None else int(recording.settings.get("data_parallel_size", 1))
+    num_replicas = 30 if recording is None else recording.settings.get("data_parallel_size", 1)
     schedule = find_schedule(options.schedule or (ran.schedule if ran else "1f1b"))
     per_rank = schedule.stages_per_rank
     if ran is not None and schedule.name == ran.schedule:

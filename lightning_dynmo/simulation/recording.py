@@ -55,10 +55,20 @@ class RecordedStep:
             raise ValueError(
                 f"balance={list(self.balance)} does not fit {len(self.loads)} layers and {len(self.placement)} stages"
             )
-        if self.num_microbatches < 1:
-            raise ValueError(f"num_microbatches is {self.num_microbatches}")
+        if set(self.placement) != set(range(len(set(self.placement)))):
+            raise ValueError(f"placement={list(self.placement)} does not number the ranks from 0 without gaps")
+        if not isinstance(self.schedule, str):
+            raise ValueError(f"schedule is {self.schedule!r}, not a name")
+        for name, least in (("step", 0), ("num_microbatches", 1), ("moved_layers", 0)):
+            _check_whole(name, getattr(self, name), least)
         non_negative([self.step_s, self.overhead_s, *self.busy_s], "time")
-        non_negative([load.time_s for load in self.loads], "the time of layer")
+        for field in fields(LayerLoad):
+            values = [getattr(load, field.name) for load in self.loads]
+            if field.name.endswith("_s"):
+                non_negative(values, f"{field.name} of layer")
+            else:
+                for layer, value in enumerate(values):
+                    _check_whole(f"{field.name} of layer {layer}", value, 0)
 
     def layer_costs(self, output_bytes: int = 0) -> list[LayerCost]:
         """Returns what each layer costs per microbatch, as far as it was measured.
@@ -109,6 +119,16 @@ class Recording:
         return median_low(grown) if grown else 0.0
 
 
+def _check_whole(name: str, value: object, least: int) -> None:
+    """Checks a number that counts something.
+
+    Raises:
+        ValueError: If it is not a whole number of at least `least`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
+
+
 def header_line(settings: Mapping[str, Any], first_step: int) -> str:
     """Returns the line with which a run begins.
 
@@ -146,14 +166,17 @@ def read_recording(path: str | Path) -> Recording:
             settings = values["settings"]
             steps = [step for step in steps if step.step <= values["first_step"]]
         elif values:
-            steps.append(_step_of(path, number, values))
+            step = _step_of(path, number, values)
+            if steps and step.step < steps[-1].step:
+                raise _not_a_step(path, number, f"step {step.step} comes after step {steps[-1].step}")
+            steps.append(step)
         elif number < len(lines) and "format" not in _parsed(lines[number]):
             raise ValueError(
                 f"Line {number} of {path} is not a measured step, but {_excerpt(text)}. Remove that line, or record "
                 "the run again."
             )
-    if not steps:
-        raise ValueError(f"{path} has no measured step. Let the run go on until a batch has been measured.")
+    if not steps or steps[-1].step == 0:
+        raise ValueError(f"{path} has no measured step. Let the run go on until an optimizer step has been measured.")
     if len({len(step.loads) for step in steps}) > 1:
         raise ValueError(f"{path} holds runs of models with different numbers of layers. Record each in its own file.")
     return Recording(settings, tuple(steps))
@@ -210,6 +233,12 @@ def _check_header(path: str | Path, number: int, text: str, values: Mapping[str,
         )
     if not isinstance(values.get("settings"), dict) or not isinstance(values.get("first_step"), int):
         raise ValueError(f"Line {number} of {path} lacks settings or first_step. Remove that part, or record again.")
+    try:
+        _check_whole("data_parallel_size", values["settings"].get("data_parallel_size", 1), 1)
+    except ValueError as error:
+        raise ValueError(
+            f"Line {number} of {path} is not how a run begins: {error}. Correct it, or record again."
+        ) from None
 
 
 def _step_of(path: str | Path, number: int, values: dict[str, Any]) -> RecordedStep:
@@ -225,8 +254,12 @@ def _step_of(path: str | Path, number: int, values: dict[str, Any]) -> RecordedS
     except KeyError as error:
         problem = f"{error.args[0]} is missing"
     except (TypeError, ValueError) as error:
-        problem = str(error)
-    raise ValueError(
+        problem = str(error).rstrip(".")
+    raise _not_a_step(path, number, problem)
+
+
+def _not_a_step(path: str | Path, number: int, problem: str) -> ValueError:
+    return ValueError(
         f"Line {number} of {path} is not a measured step: {problem}. Remove that line, or record the run again."
     )
 

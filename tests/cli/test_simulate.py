@@ -11,8 +11,8 @@ from matplotlib.image import imread
 
 from lightning_dynmo.cli.app import main
 from lightning_dynmo.cli.simulate import PLANS, SimulateOptions
-from lightning_dynmo.planning import Assignment
-from lightning_dynmo.simulation import TRACES, read_recording
+from lightning_dynmo.planning import Assignment, LayerLoad
+from lightning_dynmo.simulation import TRACES, RecordedStep, header_line, read_recording, step_line
 from tests.cli.test_cli import run, squeezed
 
 SMALL = ("--num_stages=4", "--num_replicas=2", "--num_layers=16", "--num_steps=4000", "--rebalance_every_n_steps=1000")
@@ -229,6 +229,15 @@ def test_a_recording_that_ends_in_the_middle_of_a_line_is_read_and_a_garbled_one
             ["--bytes_per_s=0"],
             "Expected --bytes_per_s to be a positive number, got 0.0. Use for example --bytes_per_s=2",
         ),
+        (
+            ["--forward_s=1e305", "--scheme=pruning"],
+            "The times of pruning are too large for numbers to hold. Check that",
+        ),
+        (["--bytes_per_s=1e-300", "--scheme=mod"], "The times of mod are too large for numbers to hold. Check that"),
+        (
+            ["--recorded=idle.jsonl", "--latency_s=0"],
+            "The steps of idle take no time at all, so there is nothing to compare. Record",
+        ),
         (["--latency_s=-1"], "Expected --latency_s to be at least 0, got -1.0"),
         (["--output=config.yaml/figures"], "Cannot write to --output=config.yaml/figures: Not a directory"),
     ],
@@ -241,6 +250,9 @@ def test_what_cannot_be_simulated_is_one_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "config.yaml").write_text("model:\n")
+    free = (LayerLoad(0.0, 0.0, 1, 16),) * 2
+    idle = RecordedStep(1, (1, 1), (0, 1), "gpipe", 2, free, 1.0, (0.0, 0.0), 0, 0.0)
+    (tmp_path / "idle.jsonl").write_text(header_line({}, 0) + step_line(idle))
     monkeypatch.chdir(tmp_path)
     code, _, shown = call(["simulate", *options], monkeypatch, capsys)
     assert code == 1

@@ -47,6 +47,20 @@ def test_v_equals_brute_force(problem: BalancingProblem) -> None:
     assert_best(problem, solve(problem))
 
 
+def test_one_rank_whose_time_rounds_up_still_has_its_only_split() -> None:
+    loads, costs = [0.5511097314976595, 0.8600562890050294], [0.7181615477247086, 0.6716272661840482]
+    tight = MemoryLimits([3, 4], [1, 1], [2, 2], [11])
+    for memory in (None, tight):
+        problem = BalancingProblem(loads, Assignment((1, 1)), (0, 0), stage_costs=costs, memory=memory)
+        assert solve(problem) == Assignment((1, 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(loads=real_loads, placements=[(0, 0)]), st.sampled_from([1e-290, 1.0, 1e290]))
+def test_one_rank_is_split_whatever_the_loads(problem: BalancingProblem, scale: float) -> None:
+    assert_best(problem, solve(scaled(problem, scale), 1.0), 1.0)
+
+
 @settings(max_examples=250, deadline=None)
 @given(problems(placements=V_SHAPED, memory=True), st.sampled_from([0.0, 1 / 8, 1.0]))
 def test_v_equals_brute_force_within_memory_and_tolerance(problem: BalancingProblem, tolerance: float) -> None:

@@ -134,6 +134,10 @@ def changed(**values: object) -> str:
     return json.dumps({**json.loads(step_line(STEP)), **values}) + "\n"
 
 
+def with_layers(**values: object) -> str:
+    return changed(layers={**json.loads(step_line(STEP))["layers"], **values})
+
+
 def without(name: str) -> str:
     values = json.loads(step_line(STEP))
     del values[name]
@@ -158,6 +162,18 @@ HEADER = header_line(SETTINGS, 0)
         (HEADER + changed(balance=[3, 0]), r"Line 2 .*: Every stage needs at least 1 layer"),
         (HEADER + changed(num_microbatches=0), r"Line 2 .*: num_microbatches is 0"),
         (HEADER + changed(step_s=-1.0), r"Line 2 .*: .*got -1.0"),
+        (HEADER + changed(step=1.5), r"Line 2 .*: step is 1.5, not a whole number of at least 0\. Remove that line"),
+        (HEADER + changed(step="10"), r"Line 2 .*: step is '10', not a whole number"),
+        (HEADER + changed(step=None), r"Line 2 .*: step is None"),
+        (HEADER + changed(step=0), r"has no measured step\. Let the run go on"),
+        (HEADER + step_line(STEP) + changed(step=5), r"Line 3 .*: step 5 comes after step 10"),
+        (HEADER + changed(num_microbatches=2.5), r"Line 2 .*: num_microbatches is 2.5"),
+        (HEADER + changed(placement=[1, 2]), r"Line 2 .*: placement=\[1, 2\] does not number the ranks"),
+        (HEADER + changed(schedule=None), r"Line 2 .*: schedule is None, not a name"),
+        (HEADER + with_layers(forward_s=[1.0, -0.5, 1.0]), r"Line 2 .*forward_s of layer 1 .*, got -0.5.*pass 0\. Rem"),
+        (HEADER + with_layers(state_bytes=[1, 2, 1.5]), r"Line 2 .*: state_bytes of layer 2 is 1.5"),
+        (HEADER + with_layers(num_parameters=[None, 2, 3]), r"Line 2 .*: num_parameters of layer 0 is None"),
+        (header_line({"data_parallel_size": 0}, 0), r"Line 1 .*: data_parallel_size is 0, not a whole number of at l"),
         (HEADER + changed(layers={"forward_s": [1.0]}), r"Line 2 .*: backward_s is missing"),
         (HEADER + changed(layers=3), r"Line 2 .* is not a measured step"),
         (HEADER + "[1, 2]\n" + step_line(STEP), r"Line 2 .* is not a measured step, but '\[1, 2\]'"),

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dynmo.planning.balancers._costs import UNREACHABLE, Costs, Ints
+from lightning_dynmo.planning.balancers._costs import SAME, UNREACHABLE, Costs, Ints
 
 _Numbers: TypeAlias = NDArray[Any]
 _Block: TypeAlias = tuple[slice, slice]
@@ -75,7 +75,8 @@ class Folded:
     def smallest_bottleneck(self) -> float | None:
         """Returns the smallest largest time of a rank, or None where no split fits in memory."""
         # A low limit leaves out most of the work. So it is raised until something is within.
-        most = float((self._times.front[:, -1] + self._times.fixed).max())
+        # The slowest rank with all layers takes the most; sums in another order may round to a little more.
+        most = float((self._times.front[:, -1] + self._times.fixed).max()) * float(SAME)
         slack = 1 / 8
         while True:
             limit = min(self._fairest * (1 + slack), most)
