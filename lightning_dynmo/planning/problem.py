@@ -123,18 +123,31 @@ class BalancingProblem:
         """The rank of each stage, ``[S]``."""
         return tuple(range(self.num_stages)) if self.placement is None else tuple(self.placement)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes that travel when a layer moves, ``[L]``."""
+        return (1,) * self.num_layers if self.state_bytes is None else tuple(self.state_bytes)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Speed of each rank, ``[R]``."""
+        return (1.0,) * self.num_ranks if self.rank_speeds is None else tuple(self.rank_speeds)
+
+    @property
+    def fixed_costs(self) -> tuple[float, ...]:
+        """What each stage costs whatever its layers, ``[S]``."""
+        return (0.0,) * self.num_stages if self.stage_costs is None else tuple(self.stage_costs)
+
     def with_loads(self, loads: Sequence[float]) -> "BalancingProblem":
         """Returns the same problem with other costs of the layers."""
         return replace(self, loads=loads)
 
     def rank_times(self, assignment: Assignment) -> tuple[float, ...]:
         """Returns the time that each rank takes under an assignment, ``[R]``, in the unit of the loads."""
-        costs = self.stage_costs or [0.0] * self.num_stages
-        speeds = self.rank_speeds or [1.0] * self.num_ranks
-        parts: list[list[float]] = [[] for _ in speeds]
-        for load, cost, rank in zip(assignment.stage_loads(self.loads), costs, self.ranks, strict=True):
+        parts: list[list[float]] = [[] for _ in self.speeds]
+        for load, cost, rank in zip(assignment.stage_loads(self.loads), self.fixed_costs, self.ranks, strict=True):
             parts[rank] += [load, cost]
-        return tuple(math.fsum(part) / speed for part, speed in zip(parts, speeds, strict=True))
+        return tuple(math.fsum(part) / speed for part, speed in zip(parts, self.speeds, strict=True))
 
     def bottleneck(self, assignment: Assignment) -> float:
         """Returns the time of the slowest rank under an assignment."""
@@ -142,10 +155,10 @@ class BalancingProblem:
 
     def moved_bytes(self, assignment: Assignment) -> int:
         """Returns the bytes of all layers that would change their rank."""
-        sizes, ranks = self.state_bytes or [1] * self.num_layers, self.ranks
+        ranks = self.ranks
         return sum(
             size
-            for layer, size in enumerate(sizes)
+            for layer, size in enumerate(self.sizes)
             if ranks[assignment.stage_of(layer)] != ranks[self.current.stage_of(layer)]
         )
 

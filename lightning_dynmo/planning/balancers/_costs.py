@@ -57,8 +57,7 @@ class Costs:
     @classmethod
     def of(cls, problem: BalancingProblem) -> Costs:
         """Counts everything in whole numbers."""
-        fixed = problem.stage_costs or [0.0] * problem.num_stages
-        units = _in_units([*problem.loads, *fixed])
+        units = _in_units([*problem.loads, *problem.fixed_costs])
         memory = problem.memory
         held = None
         if memory is not None:
@@ -69,7 +68,7 @@ class Costs:
             ranks=problem.ranks,
             load=prefix_sums(units[: problem.num_layers]),
             fixed=tuple(units[problem.num_layers :].tolist()),
-            speeds=_whole(problem.rank_speeds or [1.0] * problem.num_ranks),
+            speeds=_whole(problem.speeds),
             moved=_moved(problem),
             held=held,
             caps=() if memory is None else tuple(min(cap, _NO_LIMIT) for cap in memory.cap_bytes),
@@ -152,7 +151,7 @@ def _whole(speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def _moved(problem: BalancingProblem) -> Ints:
-    sizes = np.array(problem.state_bytes or [1] * problem.num_layers, np.int64)
+    sizes = np.array(problem.sizes, np.int64)
     ranks = np.array(problem.ranks)
     holders = np.repeat(ranks, problem.current.balance)
     return prefix_sums(np.where(holders == ranks[:, None], 0, sizes))

@@ -18,5 +18,5 @@ class Balancer(ABC):
         """Returns the assignment to use from now on, with as many stages as ``problem.current``.
 
         Raises:
-            ValueError: If no assignment fits into the memory of the ranks.
+            ValueError: If no assignment is found that fits into the memory of the ranks.
         """

@@ -110,8 +110,8 @@ def diffuse(problem: BalancingProblem, gamma: float = 1e-3) -> Diffusion:
     """
     _check_gamma(gamma)
     loads = np.array(problem.loads, np.float64)
-    costs = np.array(problem.stage_costs or [0.0] * problem.num_stages, np.float64)
-    speeds = np.array(problem.rank_speeds or [1.0] * problem.num_ranks, np.float64)[list(problem.ranks)]
+    costs = np.array(problem.fixed_costs, np.float64)
+    speeds = np.array(problem.speeds, np.float64)[list(problem.ranks)]
     speeds /= speeds.max()
     largest = max(loads.max(), costs.max())
     if largest == 0:
