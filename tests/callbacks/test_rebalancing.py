@@ -253,3 +253,21 @@ def test_freezing_says_when_it_freezes_next() -> None:
 
 def test_a_black_box_knows_nothing() -> None:
     assert RebalanceCallback().steps_until_change(7) is None
+
+
+class ChangesOnOneRank(DynamismCallback):
+    def apply(self, trainer: Trainer, pl_module: LightningModule, step: int) -> bool:
+        return step == 3 and trainer.global_rank == 1
+
+
+def fit_with_a_change_on_one_rank(rank: int) -> str:
+    with pytest.raises(RuntimeError) as info:
+        fit(rank, [0.0] * 4, 6, [ChangesOnOneRank()], {})
+    return str(info.value)
+
+
+@pytest.mark.distributed
+def test_a_change_on_one_rank_only_is_an_error_on_all() -> None:
+    for text in run_distributed(fit_with_a_change_on_one_rank, 2, timeout_s=60):
+        assert "Only some ranks of the pipeline are to measure training_step of batch 3, [1]" in text
+        assert "return from apply(), the same on every rank" in text
