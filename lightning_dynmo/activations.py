@@ -46,11 +46,6 @@ class KeptActivations:
         return tensor
 
 
-def forbids_hooks(error: Exception) -> bool:
-    """Whether an error says that nothing can be counted here: transforms of ``torch.func`` allow no hooks."""
-    return isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
-
-
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 

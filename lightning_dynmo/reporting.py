@@ -67,7 +67,7 @@ def final_table(runtime: PipelineRuntime, num_microbatches: int) -> str:
     console = Console(file=buffer, width=100)
     console.print(table)
     console.print(
-        f"Bubble measured last: {profile.bubble_ratio:.1%}. Profiling, planning and moving took "
+        f"Bubble measured last: {profile.bubble_ratio:.1%}.\nProfiling, planning and moving took "
         f"{runtime.overhead_s:.2f} s, {runtime.overhead_share:.2%} of the training time.",
         highlight=False,
     )

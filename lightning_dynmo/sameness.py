@@ -56,7 +56,7 @@ def check_same_batch(batch: Any, groups: PipelineGroups) -> None:
         )
 
 
-def check_same_form(batch: Any, where: str, groups: PipelineGroups) -> None:
+def check_same_form(batch: Any, where: str, groups: PipelineGroups, measures: bool = False) -> None:
     """Checks that every rank of the pipeline is about to run a batch of the same form; cheap enough for every step.
 
     Ranks that disagree on shapes or on the number of microbatches misread each other's messages, or wait for ever.
@@ -65,16 +65,24 @@ def check_same_form(batch: Any, where: str, groups: PipelineGroups) -> None:
         batch: What this rank is about to run.
         where: What comes next, such as ``"training_step of batch 12"``.
         groups: Process groups of this rank.
+        measures: Whether the batch is to be measured.
 
     Raises:
         ValueError: If the forms differ, on every rank.
+        RuntimeError: If only some ranks are to measure the batch, on every rank.
     """
     form = form_of(batch)
     digest = int.from_bytes(hashlib.blake2b(form.encode(), digest_size=7).digest(), "big")
-    extremes = torch.tensor([digest, -digest])
+    extremes = torch.tensor([digest, -digest, measures, -measures])
     with groups.guard(where):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.control)
-    largest, least = extremes[0].item(), -extremes[1].item()
+    largest, least, any_measures, all_measure = (extremes * torch.tensor([1, -1, 1, -1])).tolist()
+    if any_measures != all_measure:
+        asked = [groups.peer(rank) for rank, other in enumerate(groups.gather(measures)) if other]
+        raise RuntimeError(
+            f"Only some ranks of the pipeline are to measure {where}, {asked}, so the others would wait for ever. Let "
+            "callbacks ask for measurements, and return from apply(), the same on every rank."
+        )
     if largest != least:
         told = "; ".join(f"rank {groups.peer(rank)}: {other}" for rank, other in enumerate(groups.gather(form)))
         raise ValueError(

@@ -279,7 +279,8 @@ class DynMoStrategy(PipelineCheckpoints):
         step, num_batches = loop.total_batch_idx, trainer.accumulate_grad_batches
         if loop.batch_idx == 0:
             self.steps.begin_loop()
-        check_same_form(batch, f"training_step of batch {step}", self.runtime.groups)
+        measures = self.runtime.measures_next
+        check_same_form(batch, f"training_step of batch {step}", self.runtime.groups, measures)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         window = Window(
             num_batches, starts=loop.batch_idx % num_batches == 0, ends=not trainer.fit_loop._should_accumulate()

@@ -14,13 +14,14 @@ from lightning_dynmo._torch import tree_leaves
 _note: ContextVar[Callable[[int], None] | None] = ContextVar("note_tokens", default=None)
 
 
-def count_tokens(num_tokens: int) -> None:
+def count_tokens(num_tokens: int | Tensor) -> None:
     """Says how many tokens a layer works on; call it in the ``forward`` of a layer for which that is not all of them.
 
     ``DynMoStrategy(load="tokens")`` then evens out these numbers. Layers that do not call it count the tokens of their
     input: B * T for activations ``[B, T, D]`` and token ids ``[B, T]``, else the batch size. Of several calls in one
     forward the last one counts, so that a forward that is repeated to save memory counts once. Outside a measured step
-    the call does nothing.
+    the call does nothing, and does not look at the number: where it depends on values, pass a tensor, such as
+    ``mask.sum()``, whose value then need not be known in other steps.
 
     Args:
         num_tokens: Tokens of this microbatch that the layer works on.
@@ -28,13 +29,13 @@ def count_tokens(num_tokens: int) -> None:
     Raises:
         ValueError: If the number is negative.
     """
-    if num_tokens < 0:
-        raise ValueError(
-            f"Expected a number of tokens of at least 0, got {num_tokens}. Count those that are worked on."
-        )
     note = _note.get()
-    if note is not None:
-        note(int(num_tokens))
+    if note is None:
+        return
+    count = int(num_tokens)
+    if count < 0:
+        raise ValueError(f"Expected a number of tokens of at least 0, got {count}. Count those that are worked on.")
+    note(count)
 
 
 @contextmanager

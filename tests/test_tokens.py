@@ -56,6 +56,12 @@ def test_layers_within_layers_do_not_disturb_each_other() -> None:
     assert (outer, inner) == ([2], [1])
 
 
-def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 0, got -1"):
-        count_tokens(-1)
+def test_a_number_that_depends_on_values_is_looked_at_in_measured_steps_only() -> None:
+    count_tokens(torch.zeros((), device="meta"))  # as where shapes are found without data
+    found: list[int] = []
+    with noting_tokens(found.append):
+        count_tokens((torch.arange(5) > 1).sum())
+        with pytest.raises(ValueError, match="at least 0, got -1"):
+            count_tokens(-1)
+    assert found == [3]
+    assert type(found[0]) is int

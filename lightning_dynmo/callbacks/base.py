@@ -22,8 +22,9 @@ class DynamismCallback(Callback):
     A subclass implements `apply`, and `steps_until_change` where it knows. The batch after a change is measured, and
     layers move at its end where that is worth its cost (see ``DynMoStrategy(move_when=...)``); in between optimizer
     steps nothing moves. Where the answer is not certain yet, and after a move, further batches are measured. Several
-    such callbacks share one measurement and one decision. Without `DynMoStrategy`, on one device for instance, the
-    scheme is applied all the same and nothing is rebalanced.
+    such callbacks share one measurement and one decision. A resumed run is taken as one whose model has just changed:
+    its split may be another one, and the last change may not have been answered yet. Without `DynMoStrategy`, on one
+    device for instance, the scheme is applied all the same and nothing is rebalanced.
 
     Args:
         rebalance_every_n_steps: Rebalance also at every so many optimizer steps, whether the model has changed or not.
@@ -38,6 +39,7 @@ class DynamismCallback(Callback):
             raise ValueError(f"rebalance_every_n_steps must be at least 1 or None, got {rebalance_every_n_steps}.")
         self.rebalance_every_n_steps = rebalance_every_n_steps
         self._changed = False
+        self._resumed = False
         self._step = 0
 
     @abstractmethod
@@ -70,6 +72,7 @@ class DynamismCallback(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
+        self._resumed = self._step > 0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -89,11 +92,11 @@ class DynamismCallback(Callback):
         runtime = runtime_of(trainer)
         if runtime is not None and runtime.rebalancer.requested:
             _rebalance(runtime, trainer, pl_module)
-        self._changed = False
-        if self.apply(trainer, pl_module, self._step):
-            self._changed = True
-            if runtime is not None:
-                runtime.rebalancer.model_changed()
+        # The first batch of a run is not measured, since it takes longer than any other.
+        self._changed = self.apply(trainer, pl_module, self._step) or self._resumed
+        self._resumed = False
+        if self._changed and runtime is not None:
+            runtime.rebalancer.model_changed()
 
     def _is_due(self, step: int) -> bool:
         return self.rebalance_every_n_steps is not None and step % self.rebalance_every_n_steps == 0

@@ -128,7 +128,9 @@ def _unknown_option(path: str, option: str) -> str:
 
 
 def _wrong_value(path: str, option: str, expected: str, value: str) -> str:
-    kinds = re.findall(r"Expected an? (.+)", expected)
+    kinds = re.findall(r"Expected an? (.+?)(?:\. Got value: .*)?$", expected, re.MULTILINE)
+    nested = re.fullmatch(r"NestedArg\(key='\w+', val='?(.*?)'?\)", value)  # from the command line
+    value = nested[1] if nested else value
     readable = [re.sub(r"<class '([\w.]+)'>|typing\.", r"\1", kind) for kind in kinds]
     return f"argument {option!r} of {path} is {value[:80]!r}, expected {' or '.join(readable)}."
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_dynmo._torch import (
     FakeTensorMode,
@@ -146,6 +147,29 @@ def infer_borders(
         values = as_arguments(output)
         borders.append(Border.of(output, chain.name(index)).without_data())
     return borders
+
+
+def allows_hooks(layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a layer runs under hooks on what autograd saves, which transforms of ``torch.func`` forbid.
+
+    Tried on a copy without data, so that the layer itself sees nothing of it; False also where that is not possible.
+
+    Args:
+        layer: The layer.
+        values: Its positional arguments; only shapes and dtypes of their tensors are used.
+        kwargs: Keyword arguments, of which it takes those that its ``forward`` names.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), _quiet():
+            with mode:
+                values, kwargs = tree_map_only(Tensor, _without_data, (values, kwargs))
+            replica = _fake_copy(layer, mode)
+            with mode, saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+                call_layer(replica, values, kwargs)
+    except Exception:  # whatever its forward may raise
+        return False
+    return True
 
 
 def call_layer(layer: nn.Module, values: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -142,7 +142,8 @@ def agree_on(plan: Assignment, reason: str, groups: PipelineGroups) -> None:
         listed = "; ".join(
             f"rank {rank}: {list(balance) if differ else why}" for rank, (balance, why) in enumerate(plans)
         )
+        what, cause = ("plans", "A balancer") if differ else ("decisions", "steps_until_change() of a callback")
         raise RuntimeError(
-            f"The ranks came to different plans from the same loads ({listed}), so nothing was moved. A balancer must "
-            "be a pure function of its arguments: no randomness, clocks or state of its own."
+            f"The ranks came to different {what} from the same loads ({listed}), so nothing was moved. {cause} must "
+            "be a pure function of its arguments: no randomness, clocks, ranks or state of its own."
         )

@@ -123,6 +123,11 @@ class PipelineRuntime:
         return self.groups.pp_rank == self.last_rank
 
     @property
+    def measures_next(self) -> bool:
+        """Whether somebody has asked that the next training batch be measured."""
+        return self._profile_next
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Optimizers of the whole model, whose state moves with the layers."""
         return self._optimizers

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_dynmo._torch import OptimizedModule
-from lightning_dynmo.activations import forbids_hooks
+from lightning_dynmo._torch import OptimizedModule, tree_leaves
 from lightning_dynmo.ownership import LayerChain
-from lightning_dynmo.pipeline.borders import Border, as_arguments, call_layer, check_border
+from lightning_dynmo.pipeline.borders import Border, allows_hooks, as_arguments, call_layer, check_border
 from lightning_dynmo.pipeline.failures import PipelineError, describe, find_pipeline_error, is_lost_connection
 from lightning_dynmo.pipeline.microbatches import Inputs
-from lightning_dynmo.pipeline.randomness import keyed_randomness
+from lightning_dynmo.pipeline.randomness import keyed_python_randomness, keyed_randomness
 from lightning_dynmo.pipeline.splitting import SplitBackward, refuse_reentrant
 from lightning_dynmo.profiling import LayerTimer
 
@@ -95,6 +94,7 @@ class Stage:
         modules = [module for layer in layers for module in chain.layers[layer].modules()]
         # Compiled layers cannot be run backward in parts, and recomputation would be done once for each part.
         self._can_split = not recompute and not any(map(_is_compiled, modules))
+        self._allowing: dict[tuple[Any, ...], bool] = {}
         self._unchecked = set(layers) if splits and self._can_split else set()
 
     @property
@@ -219,6 +219,7 @@ class Stage:
 
     def _run(self, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
         timer = self._now.timer
+        counts = timer is not None and microbatch == 0 and self._allows_hooks(index, values)
         with (
             _NamedFailure(f"{self._where}, {self.chain.name(index)}, microbatch {microbatch}"),
             nullcontext() if timer is None else timer.forward(index, microbatch),
@@ -228,7 +229,7 @@ class Stage:
             if timer is None:
                 output = self._call(index, values, microbatch)
             else:
-                output = self._measured_call(timer, index, values, microbatch)
+                output = self._measured_call(timer, index, values, microbatch, counts)
             if index in self._unchecked and torch.is_grad_enabled():
                 refuse_reentrant(output, values, self.chain.name(index))
                 self._unchecked.remove(index)
@@ -239,22 +240,29 @@ class Stage:
     def _call(self, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
         layer, kwargs = self.chain.layers[index], self._now.inputs[microbatch].kwargs
         if self._recompute and torch.is_grad_enabled():
-            contexts = partial(_recomputation_of, layer)
+            contexts = partial(_recomputation_of, layer, values)
             return checkpoint(call_layer, layer, values, kwargs, use_reentrant=False, context_fn=contexts)
         return call_layer(layer, values, kwargs)
 
-    def _measured_call(self, timer: LayerTimer, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
+    def _allows_hooks(self, index: int, values: tuple[Any, ...]) -> bool:
+        """Whether what the layer keeps can be counted; where hooks are forbidden, it would fail halfway through."""
+        layer, kwargs = self.chain.layers[index], self._now.inputs[0].kwargs
+        form = (index, layer.training, tuple(parameter.requires_grad for parameter in layer.parameters()))
+        if form not in self._allowing:
+            with keyed_python_randomness(0), self._random(index, 0), self._precision_context():
+                self._allowing[form] = allows_hooks(layer, values, kwargs)
+        return self._allowing[form]
+
+    def _measured_call(
+        self, timer: LayerTimer, index: int, values: tuple[Any, ...], microbatch: int, counts: bool
+    ) -> Any:
         layer = self.chain.layers[index]
-        if self._recompute:
-            timer.keeps(layer, index, microbatch, values)
-        try:
-            with timer.tokens(index, microbatch, values), timer.activations(layer, index, microbatch):
-                return self._call(index, values, microbatch)
-        except RuntimeError as error:
-            if not forbids_hooks(error):
-                raise
-        with timer.tokens(index, microbatch, values), self._random(index, microbatch):
-            return self._call(index, values, microbatch)
+        counting = timer.activations(layer, index, microbatch) if counts else nullcontext()
+        with timer.tokens(index, microbatch, values), counting:
+            output = self._call(index, values, microbatch)
+        if self._recompute or not counts:
+            timer.keeps(layer, index, microbatch, values if counts else (values, output))
+        return output
 
     def _last_step(self, microbatch: int, output: Any) -> Any:
         timer, last = self._now.timer, self.layers[-1]
@@ -301,28 +309,31 @@ class _NamedFailure(AbstractContextManager[None]):
             raise PipelineError(describe(self._where, error)) from error
 
 
-def _recomputation_of(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _recomputation_of(
+    layer: nn.Module, values: tuple[Any, ...]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Returns what is entered around a layer's forward, and around its repetition.
 
-    The repetition sees the buffers as the forward saw them, and what it does to them is undone: statistics and counters
-    have seen the microbatch already.
+    The repetition sees buffers and inputs as the forward saw them, and what it does to them is undone: statistics and
+    counters have seen the microbatch already.
     """
     before: list[tuple[Tensor, Tensor]] = []
-    return _noting_buffers(layer, before), _with_buffers(before)
+    return _noting(layer, values, before), _with_values(before)
 
 
 @contextmanager
-def _noting_buffers(layer: nn.Module, before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    found = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in layer.named_buffers()]
+def _noting(layer: nn.Module, values: tuple[Any, ...], before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    named = [*layer.named_buffers(), *(("", value) for value in tree_leaves(values) if isinstance(value, Tensor))]
+    found = [(name, tensor, tensor._version, tensor.detach().clone()) for name, tensor in named]
     yield
-    for name, buffer, version, values in found:
+    for name, tensor, version, saved in found:
         # Kernels of batch normalisation change their statistics without counting it.
-        if buffer._version != version or name.rpartition(".")[2] in ("running_mean", "running_var"):
-            before.append((buffer, values))
+        if tensor._version != version or name.rpartition(".")[2] in ("running_mean", "running_var"):
+            before.append((tensor, saved))
 
 
 @contextmanager
-def _with_buffers(before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def _with_values(before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
     now = [buffer.clone() for buffer, _ in before]
     for buffer, values in before:
         buffer.data.copy_(values)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_dynmo.planning.assignment import Assignment
 from lightning_dynmo.planning.balancers import Balancer
@@ -201,15 +201,20 @@ class RebalancePolicy:
         self._regret.add(predict(problem, plan).gain, promised, pace_s, steps, self.min_gain)
 
     def _make_plan(self, problem: BalancingProblem) -> None:
-        self._no_plan = ""
+        self._no_plan, plan = "", problem.current
         try:
-            self._plan = self.balancer.balance(problem)
+            plan = self.balancer.balance(problem)
         except ValueError as error:
             if problem.memory is None:
                 raise
             # The split that runs goes on running, whatever the measured sizes say.
-            self._plan, self._no_plan = problem.current, str(error)
-        self._plan_gain = predict(problem, self._plan).gain
+            self._no_plan = str(error)
+        _check_plan(plan, problem, type(self.balancer).__name__)
+        if not self._no_plan and not problem.fits(plan):
+            self._no_plan = _does_not_fit(plan, problem)
+            plan = problem.current
+        self._plan = plan
+        self._plan_gain = predict(problem, plan).gain
 
     def _proposal(self, problem: BalancingProblem) -> Decision:
         assert self._plan is not None
@@ -263,12 +268,12 @@ class RebalancePolicy:
         price_s = plan.cost_s * 2 ** len(self._undone)
         needed_s = max(price_s, self._regret.noise_s(self._pace_s(problem), self.min_gain))
         if at_most_steps is not None and plan.gain_s * at_most_steps <= price_s:
-            return replace(plan, reason=f"{_would_gain(plan)}, but all changes in {at_most_steps:.0f} steps")
+            return replace(plan, reason=f"{_would_gain(plan)}, but for {at_most_steps:.0f} more steps only")
         certain = horizon_steps is not None and plan.gain_s * horizon_steps > price_s
         if certain or self._regret.total_s >= needed_s:
             return replace(plan, target=plan.proposed, reason=_gains(plan), measure_in=SETTLED)
         if horizon_steps is not None:
-            return replace(plan, reason=f"{_would_gain(plan)}, but all changes in {horizon_steps:.0f} steps")
+            return replace(plan, reason=f"{_would_gain(plan)}, but for {horizon_steps:.0f} more steps only")
         wait = _wait(plan.gain_s, needed_s, self._regret.total_s, None)
         reason = f"{_would_gain(plan)}; staying has cost {format_seconds(self._regret.total_s)} so far"
         return replace(plan, reason=reason, measure_in=wait)
@@ -283,9 +288,31 @@ def _wait(gain_s: float, cost_s: float, spent_s: float, horizon_steps: float | N
     return max(math.ceil((cost_s - spent_s) / gain_s), 1)
 
 
+def _check_plan(plan: Any, problem: BalancingProblem, balancer: str) -> None:
+    if not isinstance(plan, Assignment):
+        raise TypeError(
+            f"Expected {balancer}.balance() to return an Assignment, got {plan!r}. Return for example "
+            f"Assignment({problem.current.balance})."
+        )
+    if (plan.num_layers, plan.num_stages) != (problem.num_layers, problem.num_stages):
+        raise ValueError(
+            f"Expected {balancer}.balance() to return {problem.num_layers} layers on {problem.num_stages} stages, got "
+            f"{list(plan.balance)}. Return for example Assignment({problem.current.balance})."
+        )
+
+
+def _does_not_fit(plan: Assignment, problem: BalancingProblem) -> str:
+    assert problem.memory is not None
+    pairs = zip(problem.rank_bytes(plan), problem.memory.cap_bytes, strict=True)
+    rank, (held, cap) = max(enumerate(pairs), key=lambda entry: entry[1][0] - entry[1][1])
+    return f"{list(plan.balance)} takes {held} bytes on rank {rank}, which has {cap}"
+
+
 def _stays(plan: Decision, current: Assignment) -> str:
     if plan.proposed == current:
         return f"{list(current.balance)} is the best split already"
+    if plan.prediction.gain < 0:
+        return f"{list(plan.proposed.balance)} would take {-plan.prediction.gain:.1%} longer"
     return f"{list(plan.proposed.balance)} would gain only {plan.prediction.gain:.1%}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_nothing_moves_where_the_next_change_is_too_near() -> None:
     assert balances[-1] == [3, 3]
     told = [line for line in lines if "[dynmo]" in line]
     assert len(told) == 4
-    assert all("but all changes in 0 steps" in line for line in told)
+    assert all("but for 0 more steps only" in line for line in told)
 
 
 class EveryStep(DynamismCallback):
@@ -170,6 +171,28 @@ class EveryStep(DynamismCallback):
         return 0
 
 
+def resume(rank: int, path: str) -> Any:
+    from lightning_dynmo import DynMoStrategy
+
+    for steps, ckpt_path in ((3, None), (10, path)):
+        model, measured = Model(UNEVEN), Measured()
+        callbacks = [SlowsDown(3, True), measured]
+        strategy = DynMoStrategy(num_microbatches=2)
+        trainer = Trainer(devices=2, strategy=strategy, max_steps=steps, callbacks=callbacks, **QUIET)
+        data = torch.utils.data.DataLoader(torch.zeros(100 * SIZE, 3), batch_size=SIZE)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(path)
+    return measured.steps, measured.balances
+
+
+@pytest.mark.distributed
+def test_a_change_that_was_saved_but_not_answered_is_answered_by_the_resumed_run(tmp_path: Path) -> None:
+    for measured, balances in run_distributed(resume, 2, str(tmp_path / "at_the_change.ckpt")):
+        assert measured[0] == 5
+        assert balances[:2] == [[3, 3]] * 2
+        assert balances[2:] == [[2, 4]] * 5
+
+
 @pytest.mark.distributed
 def test_several_callbacks_share_a_measurement_and_a_decision() -> None:
     callbacks = [RebalanceCallback(every_n_steps=4), SlowsDown(3, True), RebalanceCallback(every_n_steps=2)]
@@ -179,7 +202,7 @@ def test_several_callbacks_share_a_measurement_and_a_decision() -> None:
     assert len(set(steps)) == len(steps)
     # Step 2 is due, step 3 because staying may have cost enough by then, and step 4 since the model has changed.
     assert steps[:3] == ["[dynmo] step 2", "[dynmo] step 3", "[dynmo] step 4"]
-    assert "all changes in 0 steps" in lines[1]
+    assert "for 0 more steps only" in lines[1]
 
 
 @pytest.mark.distributed
@@ -230,3 +253,21 @@ def test_freezing_says_when_it_freezes_next() -> None:
 
 def test_a_black_box_knows_nothing() -> None:
     assert RebalanceCallback().steps_until_change(7) is None
+
+
+class ChangesOnOneRank(DynamismCallback):
+    def apply(self, trainer: Trainer, pl_module: LightningModule, step: int) -> bool:
+        return step == 3 and trainer.global_rank == 1
+
+
+def fit_with_a_change_on_one_rank(rank: int) -> str:
+    with pytest.raises(RuntimeError) as info:
+        fit(rank, [0.0] * 4, 6, [ChangesOnOneRank()], {})
+    return str(info.value)
+
+
+@pytest.mark.distributed
+def test_a_change_on_one_rank_only_is_an_error_on_all() -> None:
+    for text in run_distributed(fit_with_a_change_on_one_rank, 2, timeout_s=60):
+        assert "Only some ranks of the pipeline are to measure training_step of batch 3, [1]" in text
+        assert "return from apply(), the same on every rank" in text

@@ -115,6 +115,11 @@ def test_lists_in_yaml_and_for_a_subcommand(cli: Command) -> None:
             (),
             "argument 'num_microbatches' of lightning_dynmo.DynMoStrategy is 'four', expected int or Literal['auto'].",
         ),
+        (
+            ("dynmo", "{class_path: DynMoStrategy}"),
+            ("--trainer.strategy.move_when=never",),
+            "'move_when' of lightning_dynmo.DynMoStrategy is 'never', expected Literal['worthwhile', 'always'].",
+        ),
         (("LayerFreezing", "LayerFrezing"), (), "Did you mean 'LayerFreezingCallback'?"),
         (("start_step", "begin"), (), "has no argument 'begin'. It has: rule, start_step, every_n_steps, "),
         (("max_epochs", "max_epoch"), (), "Did you mean 'trainer.max_epochs'?"),

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.distributed import run_distributed
-from tests.pipeline.chains import WIDTH, Block, Plan, start, train, two_microbatches, wide_batch
+from tests.pipeline.chains import (
+    WIDTH,
+    Block,
+    Plan,
+    Run,
+    run_loop,
+    run_pipeline,
+    start,
+    train,
+    two_microbatches,
+    wide_batch,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -112,9 +123,10 @@ def test_layers_say_how_many_tokens_they_work_on_and_these_are_evened_out() -> N
 
 
 class Transformed(Block):
-    """Runs a transform of torch.func, which allows no hooks on what autograd saves."""
+    """Works in place, and then runs a transform of torch.func, which allows no hooks on what autograd saves."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.mul_(2)
         return super().forward(x) + torch.func.grad(lambda value: value.square().sum())(x.detach())
 
 
@@ -156,10 +168,34 @@ def test_memory_counts_gradients_and_state_to_come_and_what_is_kept() -> None:
     assert plain[0][:2] == (pytest.approx(4 * small, rel=0.05), small)  # with gradients and, soon, two moments
     assert plain[2][:2] == (4 * wide + 8, 3 * wide + 8)  # and two step counters
     assert [kept for *_, kept in plain[:4]] == [sample, sample, sample, 2 * sample]
-    statistics = 2 * 3 * FLOAT
-    assert plain[4][2] == 4 * sample + statistics, "norm, linear, tanh, and the output that the loss is made of"
+    assert plain[4][2] == 2 * sample, "its input, and the output that the loss is made of"
     assert [kept for *_, kept in recomputed[:4]] == [sample, sample, sample, 2 * sample]
     assert recomputed[4][2] == 2 * sample, "its input and the chain's output"
+
+
+def layers_that_forbid_hooks() -> list[nn.Module]:
+    return [Block(), Transformed(), nn.ReLU(inplace=True), Block(), Transformed()]
+
+
+def _measured(rank: int) -> Run:
+    plan = Plan(layers=layers_that_forbid_hooks)
+    runtime = start(plan, (2, 3))
+    train_batch = runtime.train
+
+    def measure(*args: Any) -> None:
+        runtime.request_profile()
+        train_batch(*args)
+
+    runtime.train = measure
+    return run_pipeline(runtime, plan)
+
+
+def test_measured_steps_run_each_layer_once_even_where_it_forbids_to_be_watched() -> None:
+    expected = run_loop(Plan(layers=layers_that_forbid_hooks))
+    run, _ = run_distributed(_measured, 2)
+    assert run.weights.keys() == expected.weights.keys()
+    assert all(torch.equal(value, expected.weights[name]) for name, value in run.weights.items())
+    assert int(run.weights["layers.1.calls"]) == 3 * 4
 
 
 def uneven_sleepers() -> list[nn.Module]:

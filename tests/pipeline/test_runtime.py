@@ -130,7 +130,8 @@ def test_tuples_and_views_cross_every_border() -> None:
 
 
 def test_layers_may_work_in_place_on_what_they_receive() -> None:
-    assert_same_as_loop([(Plan(layers=layers_in_place), (1, 2, 2)), (Plan(layers=layers_in_place), (3, 1, 1))])
+    plans = [(Plan(layers=layers_in_place), (1, 2, 2)), (Plan(layers=layers_in_place), (3, 1, 1))]
+    assert_same_as_loop([*plans, (Plan(layers=layers_in_place, recompute=True), (1, 2, 2))])
 
 
 def layers_with_keywords() -> list[nn.Module]:

@@ -123,7 +123,7 @@ def test_a_known_horizon_decides_at_once(horizon: int, moves: int) -> None:
     run = Run(policy(cost_s=10.0), UNIFORM, 10.0, constant(UNEVEN), horizon=horizon).steps(1)
     assert len(run.moves) == moves
     if not moves:
-        assert run.decisions[0].reason.endswith("for a move of 10.0 s, but all changes in 3 steps")
+        assert run.decisions[0].reason.endswith("for a move of 10.0 s, but for 3 more steps only")
 
 
 def test_nothing_moves_shortly_before_the_end() -> None:
@@ -365,6 +365,48 @@ def test_and_nothing_goes_back_to_it(move_when: str) -> None:
             ours.moved(decision, 0, 1e-9)
             current = decision.target
     assert current == UNIFORM
+
+
+@dataclass
+class Answers(Balancer):
+    """Answers whatever it is told to, without looking at the memory."""
+
+    answer: object
+
+    @override
+    def balance(self, problem: BalancingProblem) -> Assignment:
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("cap", "current"), [(30, UNIFORM), (20, UNIFORM), (20, EVEN)])
+@pytest.mark.parametrize("move_when", ["worthwhile", "always"])
+def test_a_plan_that_does_not_fit_is_not_carried_out(move_when: str, cap: int, current: Assignment) -> None:
+    ours = RebalancePolicy(Answers(EVEN), move_when=move_when)  # type: ignore[arg-type]
+    ours.observe(BalancingProblem(UNEVEN, current, memory=limits(cap)), step=0)
+    decision = ours.decide(horizon_steps=1e9)
+    assert decision.target is None
+    assert decision.reason == f"[4, 2] takes 40 bytes on rank 0, which has {cap}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        (None, TypeError, r"Answers.balance\(\) to return an Assignment, got None. Return for example Assignment"),
+        ([4, 2], TypeError, r"an Assignment, got \[4, 2\]"),
+        (Assignment((2, 2, 2)), ValueError, r"6 layers on 2 stages, got \[2, 2, 2\]"),
+        (Assignment((4, 3)), ValueError, r"6 layers on 2 stages, got \[4, 3\]"),
+    ],
+)
+@pytest.mark.parametrize("memory", [None, limits(100)])
+def test_what_is_no_plan_is_an_error(answer: object, kind: type, text: str, memory: MemoryLimits | None) -> None:
+    with pytest.raises(kind, match=text):
+        RebalancePolicy(Answers(answer)).observe(BalancingProblem(UNEVEN, UNIFORM, memory=memory), step=0)
+
+
+def test_a_plan_that_is_slower_is_called_so() -> None:
+    ours = RebalancePolicy(Answers(Assignment((1, 5))))
+    ours.observe(BalancingProblem(UNEVEN, UNIFORM), step=0)
+    assert ours.decide().reason == "[1, 5] would take 22.2% longer"
 
 
 class Broken(Balancer):

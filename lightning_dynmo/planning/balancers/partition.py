@@ -123,6 +123,6 @@ def _does_not_fit(costs: Costs, lacking: int, found: str = "keeps") -> ValueErro
     return ValueError(
         f"No split of {costs.num_layers} layers over {costs.num_stages} stages {found} every rank within its memory, "
         f"{least if least == most else f'{least} to {most}'} bytes: a rank lacks {lacking} bytes in the best one. "
-        f"Give each rank {lacking} bytes more, up to cap_bytes={most + lacking}, or use more ranks, smaller layers "
-        f"(the largest takes {int(np.diff(costs.held).max())} bytes), or fewer microbatches in flight."
+        f"Give each rank {lacking} bytes more, up to memory_cap_bytes={most + lacking}, or use more ranks, smaller "
+        f"layers (the largest takes {int(np.diff(costs.held).max())} bytes), or fewer microbatches in flight."
     )
