@@ -27,9 +27,11 @@ class LayerTimer:
 
     Args:
         device: Where the layers run.
+        counts_activations: Whether to count also what layers keep until their backward, which takes time.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, counts_activations: bool = True) -> None:
+        self._counts_activations = counts_activations
         self._on_cuda = device.type == "cuda"
         self._forward: dict[int, dict[int, list[tuple[Stamp, Stamp]]]] = defaultdict(lambda: defaultdict(list))
         self._backward: dict[tuple[range, int], tuple[Stamp, Stamp]] = {}
@@ -63,15 +65,19 @@ class LayerTimer:
         with noting_tokens(note):
             yield
 
+    def counts(self, microbatch: int) -> bool:
+        """Whether it is counted what layers keep of a microbatch: of the first one, and where that is asked for."""
+        return self._counts_activations and microbatch == 0 and torch.is_grad_enabled()
+
     def activations(self, module: nn.Module, layer: int, microbatch: int) -> AbstractContextManager[Any]:
-        """Counts the bytes that autograd keeps of a layer's forward, of the first microbatch only."""
-        if microbatch != 0 or not torch.is_grad_enabled():
+        """Counts the bytes that autograd keeps of a layer's forward, where `counts` says so."""
+        if not self.counts(microbatch):
             return nullcontext()
         return self._kept_by(module, layer).saving()
 
     def keeps(self, module: nn.Module, layer: int, microbatch: int, values: Sequence[Any]) -> None:
-        """Counts tensors that are kept for a layer's backward by other means, of the first microbatch only."""
-        if microbatch == 0 and torch.is_grad_enabled():
+        """Counts tensors that are kept for a layer's backward by other means, where `counts` says so."""
+        if self.counts(microbatch):
             self._kept_by(module, layer).add(values)
 
     def _kept_by(self, module: nn.Module, layer: int) -> KeptActivations:

@@ -85,6 +85,11 @@ class Rebalancer:
         """Whether the next batch should be measured, since the answer could be another one then."""
         return self._measure_at is not None and self._step + 1 >= self._measure_at
 
+    @property
+    def limits_memory(self) -> bool:
+        """Whether a split has to fit in memory, so that what layers keep has to be measured."""
+        return self._memory_cap_bytes is not None or self._groups.device.type == "cuda"
+
     def model_changed(self) -> None:
         """Notes that layers cost something else from now on."""
         self._changed = True
@@ -156,7 +161,7 @@ class Rebalancer:
 
     def _gather_caps(self) -> tuple[int, ...]:
         device, cap = self._groups.device, self._memory_cap_bytes
-        if cap is None and device.type == "cuda":
+        if cap is None and self.limits_memory:
             cap = int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
         caps = [min(caps) for caps in zip(*self._groups.gather_replicas(self._groups.gather(cap or 0)), strict=True)]
         return tuple(caps) if all(caps) else ()

@@ -209,7 +209,9 @@ class PipelineRuntime:
                 "No parameter of the pipeline requires a gradient, so there is nothing to train. Leave at least one "
                 "layer unfrozen, or end the training."
             )
-        timer = LayerTimer(self.groups.device) if self._profile_next else None
+        timer = None
+        if self._profile_next:
+            timer = LayerTimer(self.groups.device, counts_activations=self.rebalancer.limits_memory)
         groups, num_microbatches = self.groups, len(inputs)
         order = order_of(self.schedule, groups.pp_size, self.stages_per_rank, num_microbatches)
         with keyed_python_randomness(self.seed, step), nullcontext() if timer is None else timer.step():

@@ -219,7 +219,7 @@ class Stage:
 
     def _run(self, index: int, values: tuple[Any, ...], microbatch: int) -> Any:
         timer = self._now.timer
-        counts = timer is not None and microbatch == 0 and self._allows_hooks(index, values)
+        counts = timer is not None and timer.counts(microbatch) and self._allows_hooks(index, values)
         with (
             _NamedFailure(f"{self._where}, {self.chain.name(index)}, microbatch {microbatch}"),
             nullcontext() if timer is None else timer.forward(index, microbatch),

@@ -142,7 +142,7 @@ def _memory(rank: int) -> list[list[tuple[int, int, int]]]:
     rows, groups = [], None
     for layers, recompute in ((layers_without_hooks, False), (layers_that_keep, True)):
         plan = Plan(layers=layers, recompute=recompute)
-        runtime = start(plan, (2, 3), groups)
+        runtime = start(plan, (2, 3), groups, memory_cap_bytes=2**40)
         groups = runtime.groups
         optimizer = plan.optimizer(list(runtime.chain.root.parameters()))
         runtime.optimizers = [optimizer]
@@ -179,7 +179,7 @@ def layers_that_forbid_hooks() -> list[nn.Module]:
 
 def _measured(rank: int) -> Run:
     plan = Plan(layers=layers_that_forbid_hooks)
-    runtime = start(plan, (2, 3))
+    runtime = start(plan, (2, 3), memory_cap_bytes=2**40)
     train_batch = runtime.train
 
     def measure(*args: Any) -> None:
