@@ -1,23 +1,19 @@
 """What does balancing bring, end to end, under each scheme?
 
-Eight real processes, 48 layers that sleep, 1F1B. A training of 30,000 steps is compressed: of each scheme's trace, as
-many steps as the table says are run, evenly spaced, with the costs that the layers have at that step. Each variant
-begins with a uniform split:
+Eight real processes, 48 layers that sleep, 1F1B. A training of 30,000 steps is cut into as many periods as the table
+says. In each, one step runs whose costs stand for all of the period, and counts for as many. Each variant begins with a
+uniform split:
 
 * `static`: the uniform split stays. This is the baseline.
-* `ours`: the library measures, decides and moves layers, with all their state. All the time that takes counts, although
-  there is one step here where there are hundreds in the training. Schemes whose callbacks change the model themselves
-  (pruning, freezing) tell when they do and when they will again; the others are measured at intervals.
-* `oracle`: before each step, layers take the exact best split for the step's expected costs; the move is free.
+* `ours`: in the first step of each period the library is asked as a callback asks it: it measures, decides, measures
+  again where it wants to, and moves layers with all their state. Each step in which it does so runs as well, with all
+  the time that it takes, and counts for one step, as it would in the training. Pruning and freezing tell when they
+  change the layers and when they will again; of the others nothing is known.
+* `oracle`: layers take the exact best split for the period's expected costs; the move is free.
 * `dense`: the layers without the scheme, uniformly split: a second baseline, for comparison only.
 
-`ours` runs all steps. The others depend on no step before, so where loads change slowly (by less than 1 %), one step
-stands for up to 8 neighbours, or 16 where they do not change at all; it is run next to the same step of `ours`, in
-turns. Tables have means over all steps.
-
-The numbers of steps, layers and microbatches were chosen so that the layers of eight ranks become uneven enough, and
-that a change is answered within a small part of the run, as in a training of thousands of steps. The traces have their
-default parameters.
+The variants take turns within each period. Tables have means per step of the training. `measuring_ms` is what
+measuring, deciding and moving take beside the step, per step in which that is done: eight processes share two cores.
 
 `oracle_over_static_<scheme>` and `ours_over_static_<scheme>` are speed-ups: the static variant's time over theirs.
 `oracle_of_ours_<scheme>` is the oracle's time over ours, at most about 1; `worst_of_oracle` is the smallest of them,
@@ -28,23 +24,23 @@ split can gain more than there are layers per rank.
 The second table is a mixture of experts whose loads are drawn anew in every step, with the same expectation for all
 layers, so that there is nothing to gain. There the library is asked in every step. `memoryless_worthwhile` is the
 speed-up over static with `move_when="worthwhile"`, `memoryless_always` that with `"always"`, which follows every
-measurement. Its steps are long, as those of real models are, since what measuring costs does not grow with them.
+measurement. It has fewer and longer layers, since what measuring costs does not grow with their length.
 
-The first step after layers freeze, in which shapes at borders are found anew, is run without their cost before, in all
-variants, and not counted.
+The numbers of layers, microbatches and periods were chosen so that the layers of eight ranks become uneven enough,
+within five minutes. The traces have their default parameters. The first step after layers freeze, in which shapes at
+borders are found anew, is run without their cost before, in all variants, and not counted.
 
-`--null` runs dense layers in place of the schemes: all ratios must be 1.00 +- 0.05. `--quick` runs two schemes, and
-fewer and shorter steps.
+`--null` runs dense layers in place of the schemes: all ratios must be 1.00 +- 0.05. `--quick` runs two schemes, in
+fewer periods and shorter steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import get_args
 
 from emulation import NUM_RANKS, EmulatedPipeline, on_all_ranks
@@ -52,19 +48,12 @@ from harness import arguments_of, ratio, table
 
 from lightning_dynmo.pipeline import PipelineGroups
 from lightning_dynmo.planning import Assignment, BalancingProblem, MoveWhen, PartitionBalancer
-from lightning_dynmo.simulation import TRACES, CostTrace, FreezingTrace, LayerCost, stage_costs
+from lightning_dynmo.simulation import TRACES, FreezingTrace, LayerCost, stage_costs
 
-NUM_LAYERS, RUN_STEPS = 48, 30_000
-STEPS = {"moe": 6, "pruning": 64, "freezing": 40, "sparse_attention": 112, "early_exit": 96, "mod": 6}
-QUICK_STEPS = {"sparse_attention": 16, "mod": 3}
-CHUNKS = {"pruning": 16, "freezing": 8, "sparse_attention": 8, "early_exit": 8}
-"""Steps for which one may stand, where loads are not drawn anew in each."""
-CHANGE = 0.01
-DENSE_EVERY = 16
+RUN_STEPS, NUM_PARAMETERS = 30_000, 16_384
 TELL_CHANGES = ("pruning", "freezing")
-MEASURE_EVERY = 6
-NUM_PARAMETERS = 16_384
-COSTS = ("overhead_ms", "steps", "measured", "moves")
+PERIODS = {"moe": 6, "pruning": 20, "freezing": 20, "sparse_attention": 16, "early_exit": 16, "mod": 6}
+QUICK_PERIODS = {"sparse_attention": 6, "mod": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +61,36 @@ class Sizes:
     """How long steps are.
 
     Attributes:
+        num_layers: Layers.
         num_microbatches: Microbatches per step.
         dense_s: Seconds of a dense layer's forward, of its input's gradient and of its weights', each, per microbatch.
-        memoryless_dense_s: The same for the memoryless scheme.
-        memoryless_steps: Steps of that.
     """
 
+    num_layers: int
     num_microbatches: int
     dense_s: float
-    memoryless_dense_s: float
-    memoryless_steps: int
 
 
-SIZES, QUICK_SIZES = Sizes(16, 1.8e-3, 4.3e-3, 5), Sizes(12, 1.2e-3, 3.5e-3, 2)
+SIZES, QUICK_SIZES = Sizes(48, 16, 1.8e-3), Sizes(48, 12, 1.2e-3)
+MEMORYLESS_SIZES, QUICK_MEMORYLESS_SIZES = Sizes(24, 8, 22e-3), Sizes(24, 8, 8e-3)
+MEMORYLESS_STEPS, QUICK_MEMORYLESS_STEPS = 6, 3
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of the steps that one variant has run, and for how many steps each of them stands."""
+
+    seconds: list[float] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+
+    def add(self, seconds: float, weight: int) -> None:
+        self.seconds.append(seconds)
+        self.weights.append(weight)
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds of a step."""
+        return statistics.fmean(self.seconds, self.weights)
 
 
 @dataclass(slots=True)
@@ -92,90 +98,84 @@ class Result:
     """What became of one scheme.
 
     Attributes:
-        seconds: Of the steps run, by variant.
-        weights: Steps for which each of these stands, by variant.
+        times: By variant.
         perfect: Quotient of the slowest rank's work and the mean under the uniform split, over all steps.
         measured: Measured steps of the library's variants.
         moves: How often they moved layers.
         overhead_s: Seconds that measuring, deciding and moving took in all.
     """
 
-    seconds: dict[str, list[float]]
-    weights: dict[str, list[int]]
+    times: dict[str, Times]
     perfect: float
     measured: dict[str, int]
     moves: dict[str, int]
     overhead_s: dict[str, float]
 
-    def mean(self, variant: str) -> float:
-        """Returns the mean seconds of a step."""
-        return statistics.fmean(self.seconds[variant], self.weights[variant])
-
-    def costs(self, variant: str) -> tuple[float, int, int, int]:
-        """Returns the overhead per step, the number of steps, those that were measured, and the number of moves."""
-        steps = len(self.seconds[variant])
-        return self.overhead_s[variant] / steps, steps, self.measured[variant], self.moves[variant]
+    def costs(self, variant: str) -> tuple[float, int, int]:
+        """Returns the overhead per measured step, the number of these, and that of moves."""
+        measured = self.measured[variant]
+        return self.overhead_s[variant] / max(measured, 1), measured, self.moves[variant]
 
 
 class Trace:
-    """The costs of layers at the steps that are run.
+    """The costs of layers in a training.
 
     Args:
         scheme: Name of the scheme, or ``"dense"``.
-        steps: Steps of the training.
-        dense_s: See `Sizes`.
+        begins: First step of each period, and after the last.
+        sizes: Of the layers.
     """
 
-    def __init__(self, scheme: str, steps: Sequence[int], dense_s: float) -> None:
-        self.dense = [LayerCost(dense_s, dense_s, dense_s)] * NUM_LAYERS
-        self.costs = self.expected = [self.dense for _ in steps]
-        if scheme != "dense":
-            trace = TRACES[scheme]
-            self.costs = [trace.layer_costs(self.dense[0], NUM_LAYERS, step) for step in steps]
-            self.expected = [self._expected(trace, step) for step in steps]
+    def __init__(self, scheme: str, begins: Sequence[int], sizes: Sizes) -> None:
+        self.begins = begins
+        self.sizes = sizes
+        self.tells_changes = scheme in TELL_CHANGES
+        self.dense = [LayerCost(sizes.dense_s, sizes.dense_s, sizes.dense_s)] * sizes.num_layers
+        self._trace = TRACES.get(scheme)
 
     def __len__(self) -> int:
-        return len(self.costs)
+        return len(self.begins) - 1
 
-    def _expected(self, trace: CostTrace, step: int) -> list[LayerCost]:
-        if isinstance(trace, FreezingTrace):  # no chance, and other parts of a layer than those that scale
-            return trace.layer_costs(self.dense[0], NUM_LAYERS, step)
-        return [
-            LayerCost(cost.forward_s * factor, cost.input_gradient_s * factor, cost.weight_gradient_s * factor)
-            for cost, factor in zip(self.dense, trace.expected(NUM_LAYERS, step), strict=True)
-        ]
+    def typical(self, period: int) -> int:
+        """Returns the step whose costs stand for the period: the middle one, or the first where that changes layers."""
+        begin, end = self.begins[period : period + 2]
+        return begin if self.tells_changes else (begin + end) // 2
 
-    def changes(self, index: int) -> bool:
-        """Returns whether layers are expected to cost something else than in the step before."""
-        return index > 0 and self.expected[index] != self.expected[index - 1]
+    def costs(self, step: int) -> list[LayerCost]:
+        """Returns what layers cost in a step."""
+        if self._trace is None:
+            return self.dense
+        return self._trace.layer_costs(self.dense[0], self.sizes.num_layers, step)
 
-    def steps_until_change(self, index: int) -> int:
-        """Returns the steps after this one in which layers are expected to cost what they cost now."""
-        later = range(index + 1, len(self))
-        return next((other for other in later if self.changes(other)), len(self)) - index - 1
+    def expected(self, step: int) -> list[LayerCost]:
+        """Returns what layers are expected to cost in a step."""
+        if self._trace is None or isinstance(self._trace, FreezingTrace):
+            return self.costs(step)  # no chance, and where layers freeze, other parts of them than those that scale
+        factors = self._trace.expected(self.sizes.num_layers, step)
+        return [_scaled(cost, factor) for cost, factor in zip(self.dense, factors, strict=True)]
 
-    def chunks(self, most: int) -> dict[int, int]:
-        """Returns steps that stand for all: the middle ones of runs of steps whose expected costs are nearly the same.
+    def changes(self, period: int) -> bool:
+        """Returns whether the scheme changes the layers at the begin of the period, and says so."""
+        if not self.tells_changes or period == 0:
+            return False
+        return self.costs(self.typical(period)) != self.costs(self.typical(period - 1))
 
-        Args:
-            most: Longest run.
-
-        Returns:
-            For each such step, the length of its run.
-        """
-        uniform = Assignment.uniform(NUM_LAYERS, NUM_RANKS)
-        largest = [max(uniform.stage_loads(loads_of(costs))) for costs in self.expected]
-        starts = [0]
-        for index in range(1, len(self)):
-            if index - starts[-1] == most or abs(largest[index] / largest[starts[-1]] - 1) > CHANGE:
-                starts.append(index)
-        return {(begin + end) // 2: end - begin for begin, end in pairwise([*starts, len(self)])}
+    def steps_until_change(self, period: int) -> float | None:
+        """Returns the steps from the begin of the period to the next change, if the scheme says when that is."""
+        if not self.tells_changes:
+            return None
+        later = (self.begins[other] for other in range(period + 1, len(self)) if self.changes(other))
+        return next(later, math.inf) - self.begins[period]
 
     def perfect(self) -> float:
         """Returns how much faster a perfect split of all steps would be than a uniform one, if only work counted."""
-        uniform = Assignment.uniform(NUM_LAYERS, NUM_RANKS)
-        loads = [uniform.stage_loads(loads_of(costs)) for costs in self.costs]
+        uniform = Assignment.uniform(self.sizes.num_layers, NUM_RANKS)
+        loads = [uniform.stage_loads(loads_of(self.costs(self.typical(period)))) for period in range(len(self))]
         return sum(map(max, loads)) / sum(map(statistics.mean, loads))
+
+
+def _scaled(cost: LayerCost, factor: float) -> LayerCost:
+    return LayerCost(cost.forward_s * factor, cost.input_gradient_s * factor, cost.weight_gradient_s * factor)
 
 
 def loads_of(costs: Sequence[LayerCost]) -> list[float]:
@@ -185,76 +185,78 @@ def loads_of(costs: Sequence[LayerCost]) -> list[float]:
 
 
 class Balanced:
-    """Runs the steps of a pipeline that the library balances, and does what its callbacks do.
+    """A pipeline that the library balances, asked at the begin of each period as callbacks ask.
 
     Args:
         pipeline: The pipeline.
         trace: The costs.
-        every: Steps from one measurement to the next, where the library asks for none in between.
-        tells_changes: Whether the scheme says when it changes the layers.
     """
 
-    def __init__(self, pipeline: EmulatedPipeline, trace: Trace, every: int, tells_changes: bool) -> None:
+    def __init__(self, pipeline: EmulatedPipeline, trace: Trace) -> None:
         self.pipeline = pipeline
+        self.times = Times()
         self.measured = self.moves = 0
         self._trace = trace
-        self._every = every
-        self._tells_changes = tells_changes
 
-    def step(self, index: int) -> float:
-        """Runs a step and returns its seconds, with all that was measured, decided and moved."""
-        return self.pipeline.step(partial(self._before, index), partial(self._after, index))
+    def run(self, period: int) -> None:
+        """Runs the measured steps of a period, and one for all that are like it in between."""
+        trace, pipeline, rebalancer = self._trace, self.pipeline, self.pipeline.runtime.rebalancer
+        step, end = trace.begins[period : period + 2]
+        if trace.changes(period):
+            rebalancer.model_changed()
+        asked = trace.changes(period) or not trace.tells_changes
+        while step < end:
+            if asked or (rebalancer.measure_at is not None and rebalancer.measure_at <= step):
+                asked = False
+                self._run_measured(period, step)
+                step += 1
+                continue
+            until = end if rebalancer.measure_at is None else min(rebalancer.measure_at, end)
+            prepare(pipeline, trace.costs(trace.typical(period)), until - 1)
+            self.times.add(pipeline.step(), until - step)
+            step = until
 
-    def _before(self, index: int) -> None:
-        runtime, changed = self.pipeline.runtime, self._tells_changes and self._trace.changes(index)
-        if changed:
-            runtime.rebalancer.model_changed()
-        if changed or index % self._every == 0 or runtime.rebalancer.wants_measurement:
-            self.measured += 1
-            runtime.request_rebalance()
+    def _run_measured(self, period: int, step: int) -> None:
+        trace, runtime = self._trace, self.pipeline.runtime
+        prepare(self.pipeline, trace.costs(trace.typical(period) if trace.tells_changes else step), step)
+        left = trace.begins[-1] - step - 1
+        until_change = trace.steps_until_change(period)
+        known = None if until_change is None else min(until_change - (step - trace.begins[period]), left)
 
-    def _after(self, index: int) -> None:
-        runtime = self.pipeline.runtime
-        if runtime.rebalancer.requested:
-            known = self._trace.steps_until_change(index) if self._tells_changes else None
-            left = len(self._trace) - index - 1
+        def decide() -> None:
             result = runtime.rebalance(horizon_steps=known, at_most_steps=left if known is None else known)
             self.moves += result.migration is not None
 
+        self.measured += 1
+        self.times.add(self.pipeline.step(runtime.request_rebalance, decide), 1)
 
-def run_scheme(
-    groups: PipelineGroups,
-    trace: Trace,
-    num_microbatches: int,
-    variants: dict[str, Balanced],
-    others: dict[str, dict[int, int]],
-) -> Result:
+
+def run_scheme(groups: PipelineGroups, trace: Trace, balanced: dict[str, MoveWhen], others: Sequence[str]) -> Result:
     """Runs all variants of one scheme. Every rank calls it.
 
     Args:
         groups: Process groups of this rank.
         trace: The costs.
-        num_microbatches: Microbatches per step.
-        variants: Those that the library balances.
-        others: The others, with the steps that they run, and for how many each of these stands.
+        balanced: Variants that the library balances, and when it moves layers there.
+        others: Names of the others.
     """
-    pipelines = {name: variant.pipeline for name, variant in variants.items()}
-    pipelines |= {name: new_pipeline(groups, trace, num_microbatches) for name in others}
-    names = list(pipelines)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(len(trace)):
+    variants = {name: Balanced(new_pipeline(groups, trace, rule), trace) for name, rule in balanced.items()}
+    pipelines = {name: new_pipeline(groups, trace) for name in others}
+    times = {name: variant.times for name, variant in variants.items()} | {name: Times() for name in others}
+    names = list(times)
+    for period in range(len(trace)):
+        typical = trace.typical(period)
         for turn in range(len(names)):
-            name = names[(index + turn) % len(names)]
-            if name in others and index not in others[name]:
+            name = names[(period + turn) % len(names)]
+            if name in variants:
+                variants[name].run(period)
                 continue
-            if name != "dense":
-                prepare(pipelines[name], trace.costs[index])
+            prepare(pipelines[name], trace.dense if name == "dense" else trace.costs(typical), typical)
             if name == "oracle":
-                place(pipelines[name], trace.expected[index])
-            seconds[name].append(variants[name].step(index) if name in variants else pipelines[name].step())
+                place(pipelines[name], trace.expected(typical))
+            times[name].add(pipelines[name].step(), trace.begins[period + 1] - trace.begins[period])
     return Result(
-        seconds,
-        {name: list(others[name].values()) if name in others else [1] * len(trace) for name in names},
+        times,
         trace.perfect(),
         {name: variant.measured for name, variant in variants.items()},
         {name: variant.moves for name, variant in variants.items()},
@@ -263,73 +265,73 @@ def run_scheme(
     )
 
 
-def new_pipeline(
-    groups: PipelineGroups, trace: Trace, num_microbatches: int, move_when: MoveWhen = "worthwhile"
-) -> EmulatedPipeline:
+def new_pipeline(groups: PipelineGroups, trace: Trace, move_when: MoveWhen = "worthwhile") -> EmulatedPipeline:
     """Returns a pipeline of dense layers that has run."""
     pipeline = EmulatedPipeline(
-        groups, trace.dense, num_microbatches, num_parameters=NUM_PARAMETERS, move_when=move_when
+        groups, trace.dense, trace.sizes.num_microbatches, num_parameters=NUM_PARAMETERS, move_when=move_when
     )
     pipeline.warm_up(trace.dense)
     pipeline.runtime.restart_clock()
     return pipeline
 
 
-def prepare(pipeline: EmulatedPipeline, costs: Sequence[LayerCost]) -> None:
+def prepare(pipeline: EmulatedPipeline, costs: Sequence[LayerCost], step: int) -> None:
     """Gives the layers their costs of a step; where others train than before, shapes at borders are found anew."""
     if pipeline.trains != [cost.trains for cost in costs]:
+        pipeline.next_step = max(step - 1, 0)
         pipeline.warm_up(costs)
     else:
         pipeline.set_costs(costs)
+    pipeline.next_step = step
 
 
 def place(pipeline: EmulatedPipeline, expected: Sequence[LayerCost]) -> None:
-    """Moves layers as one would who knows what the step is expected to cost."""
+    """Moves layers as one would who knows what the steps are expected to cost."""
     current = pipeline.runtime.assignment
     best = PartitionBalancer(tolerance=0.0).balance(BalancingProblem(loads_of(expected), current))
     if best != current:
         pipeline.runtime.move_to(best)
 
 
-def run_all(groups: PipelineGroups, steps: dict[str, int], sizes: Sizes) -> tuple[dict[str, Result], Result]:
+def run_all(
+    groups: PipelineGroups, periods: dict[str, int], sizes: Sizes, memoryless_sizes: Sizes, memoryless_steps: int
+) -> tuple[dict[str, Result], Result]:
     """Runs all schemes, and the memoryless one. Every rank calls it."""
-    found, microbatches = {}, sizes.num_microbatches
-    for scheme, count in steps.items():
-        trace = Trace(scheme, [index * RUN_STEPS // count for index in range(count)], sizes.dense_s)
-        chunks = trace.chunks(CHUNKS.get(scheme, 1))
-        others = {"static": chunks, "oracle": chunks, "dense": dict.fromkeys(range(0, count, DENSE_EVERY), 1)}
-        pipeline = new_pipeline(groups, trace, microbatches)
-        ours = {"ours": Balanced(pipeline, trace, MEASURE_EVERY, scheme in TELL_CHANGES)}
-        found[scheme] = run_scheme(groups, trace, microbatches, ours, others)
-    settled = range(RUN_STEPS, RUN_STEPS + sizes.memoryless_steps)
-    trace = Trace("dense" if "dense" in steps else "moe", settled, sizes.memoryless_dense_s)
-    variants = {
-        move_when: Balanced(new_pipeline(groups, trace, microbatches, move_when), trace, 1, tells_changes=False)
-        for move_when in get_args(MoveWhen)
-    }
-    return found, run_scheme(groups, trace, microbatches, variants, {"static": trace.chunks(1)})
+    found = {}
+    for scheme, count in periods.items():
+        trace = Trace(scheme, [index * RUN_STEPS // count for index in range(count + 1)], sizes)
+        found[scheme] = run_scheme(groups, trace, {"ours": "worthwhile"}, ("static", "oracle", "dense"))
+    settled = range(RUN_STEPS, RUN_STEPS + memoryless_steps + 1)
+    trace = Trace("dense" if "dense" in periods else "moe", settled, memoryless_sizes)
+    return found, run_scheme(groups, trace, {rule: rule for rule in get_args(MoveWhen)}, ("static",))
 
 
 def main(arguments: argparse.Namespace) -> None:
-    steps, sizes = (QUICK_STEPS, QUICK_SIZES) if arguments.quick else (STEPS, SIZES)
-    if arguments.null:
-        steps = {"dense": max(steps.values())}
-    report(sizes, *on_all_ranks(run_all, steps, sizes))
-
-
-def report(sizes: Sizes, found: dict[str, Result], memoryless: Result) -> None:
-    print(
-        f"{NUM_RANKS} ranks, {NUM_LAYERS} layers, {NUM_LAYERS // NUM_RANKS} per rank, 1F1B, {sizes.num_microbatches} "
-        f"microbatches; a training of {RUN_STEPS} steps; a dense layer takes {3e3 * sizes.dense_s:.1f} ms of each; "
-        f"measured at every {MEASURE_EVERY}th step and where the library asks"
+    periods, sizes = (QUICK_PERIODS, QUICK_SIZES) if arguments.quick else (PERIODS, SIZES)
+    memoryless = (
+        (QUICK_MEMORYLESS_SIZES, QUICK_MEMORYLESS_STEPS) if arguments.quick else (MEMORYLESS_SIZES, MEMORYLESS_STEPS)
     )
+    if arguments.null:
+        periods = {"dense": max(periods.values())}
+    report(sizes, memoryless[0], *on_all_ranks(run_all, periods, sizes, *memoryless))
+
+
+def report(sizes: Sizes, memoryless_sizes: Sizes, found: dict[str, Result], memoryless: Result) -> None:
+    print(f"{NUM_RANKS} ranks, 1F1B; a training of {RUN_STEPS} steps\nschemes: {sizes}\nmemoryless: {memoryless_sizes}")
     for scheme in found.keys() & TRACES.keys():
         print(f"{scheme}: {TRACES[scheme]}")
     rows = [
-        (scheme, *map(result.mean, ("static", "ours", "oracle", "dense")), *result.costs("ours"), result.perfect)
+        (
+            scheme,
+            *(result.times[name].mean for name in ("static", "ours", "oracle", "dense")),
+            *result.costs("ours"),
+            len(result.times["static"].seconds),
+            result.perfect,
+        )
         for scheme, result in found.items()
     ]
-    columns = ("scheme", "static_ms", "ours_ms", "oracle_ms", "dense_ms", *COSTS, "bound")
+    costs = ("measuring_ms", "measured", "moves")
+    columns = ("scheme", "static_ms", "ours_ms", "oracle_ms", "dense_ms", *costs, "periods", "bound")
     print("\n" + table("Schemes, mean per step", columns, [(*row[:-1], f"{row[-1]:.3f}") for row in rows]))
     for scheme, static_s, ours_s, oracle_s, *_ in rows:
         print(ratio(f"oracle_over_static_{scheme}", static_s / oracle_s))
@@ -337,13 +339,14 @@ def report(sizes: Sizes, found: dict[str, Result], memoryless: Result) -> None:
         print(ratio(f"oracle_of_ours_{scheme}", oracle_s / ours_s))
     print(ratio("worst_of_oracle", min(row[3] / row[2] for row in rows)))
     print(ratio("worst_over_static", min(row[1] / row[2] for row in rows)))
+    static_s = memoryless.times["static"].mean
     asked = [
-        (variant, memoryless.mean("static"), memoryless.mean(variant), *memoryless.costs(variant))
-        for variant in memoryless.measured
+        (rule, static_s, memoryless.times[rule].mean, *memoryless.costs(rule), len(memoryless.times[rule].seconds))
+        for rule in memoryless.measured
     ]
-    print("\n" + table("Memoryless, mean per step", ("move_when", "static_ms", "ours_ms", *COSTS), asked))
-    for variant, static_s, ours_s, *_ in asked:
-        print(ratio(f"memoryless_{variant}", static_s / ours_s))
+    print("\n" + table("Memoryless, mean per step", ("move_when", "static_ms", "ours_ms", *costs, "steps"), asked))
+    for rule, static_s, ours_s, *_ in asked:
+        print(ratio(f"memoryless_{rule}", static_s / ours_s))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ def _nothing() -> None:
 class EmulatedPipeline:
     """One pipeline, uniformly split at first, with its optimizer. All ranks call its methods alike.
 
+    `next_step` is the number of the step that comes next.
+
     Args:
         groups: Process groups of this rank; several pipelines may share them.
         costs: Cost of each layer at first.
@@ -87,7 +89,7 @@ class EmulatedPipeline:
         self.optimizer = torch.optim.AdamW(self.layers.parameters(), lr=1e-3)
         self.runtime.optimizers = [self.optimizer]
         self._inputs = [Inputs((torch.full((1, 4), float(index)),), {}) for index in range(num_microbatches)]
-        self._step = 0
+        self.next_step = 0
 
     def set_costs(self, costs: Sequence[LayerCost]) -> None:
         """Changes what the layers cost and which of them train; frozen ones lose their optimizer state."""
@@ -107,18 +109,18 @@ class EmulatedPipeline:
         """Runs a step with these layers that takes no time of theirs, and leaves them with their costs."""
         self.set_costs([LayerCost(0.0, 0.0, 0.0, trains=cost.trains) for cost in costs])
         self.step()
-        self._step -= 1
+        self.next_step -= 1
         self.set_costs(costs)
 
     def forward_and_backward(self) -> float:
         """Runs a step without the optimizer and returns its seconds."""
         dist.barrier()
         begin = time.perf_counter()
-        self.runtime.train(self._inputs, self._loss, self._step)
+        self.runtime.train(self._inputs, self._loss, self.next_step)
         dist.barrier()
         seconds = time.perf_counter() - begin
         self.optimizer.zero_grad()
-        self._step += 1
+        self.next_step += 1
         return seconds
 
     def step(self, before: Callable[[], object] = _nothing, after: Callable[[], object] = _nothing) -> float:
@@ -131,12 +133,12 @@ class EmulatedPipeline:
         dist.barrier()
         begin = time.perf_counter()
         before()
-        self.runtime.train(self._inputs, self._loss, self._step)
+        self.runtime.train(self._inputs, self._loss, self.next_step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         after()
         dist.barrier()
-        self._step += 1
+        self.next_step += 1
         return time.perf_counter() - begin
 
     def _loss(self, index: int, output: Tensor) -> Tensor:

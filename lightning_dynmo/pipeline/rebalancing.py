@@ -55,6 +55,7 @@ class Rebalancer:
     Attributes:
         problem: What was measured last.
         requested: Whether a decision was asked for and has not been made yet.
+        measure_at: Number of the batch whose measurement could change the answer; None if none need be sought.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class Rebalancer:
         self._caps: tuple[int, ...] | None = None
         self._changed = False
         self._step = 0
-        self._measure_at: int | None = None
+        self.measure_at: int | None = None
         self.problem: BalancingProblem | None = None
         self.requested = False
 
     @property
     def wants_measurement(self) -> bool:
         """Whether the next batch should be measured, since the answer could be another one then."""
-        return self._measure_at is not None and self._step + 1 >= self._measure_at
+        return self.measure_at is not None and self._step + 1 >= self.measure_at
 
     @property
     def limits_memory(self) -> bool:
@@ -132,7 +133,7 @@ class Rebalancer:
         self.requested = False
         decision = self.policy.decide(horizon_steps=horizon_steps, at_most_steps=at_most_steps)
         agree_on(decision.proposed, decision.reason, self._groups)
-        self._measure_at = None if decision.measure_in is None else self._step + decision.measure_in
+        self.measure_at = None if decision.measure_in is None else self._step + decision.measure_in
         return decision
 
     def moved(self, decision: Decision, migration: Migration, seconds: float) -> None:
