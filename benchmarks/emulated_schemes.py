@@ -5,10 +5,10 @@ says. In each, one step runs whose costs stand for all of the period, and counts
 uniform split:
 
 * `static`: the uniform split stays. This is the baseline.
-* `ours`: in the first step of each period the library is asked as a callback asks it: it measures, decides, measures
-  again where it wants to, and moves layers with all their state. Each step in which it does so runs as well, with all
-  the time that it takes, and counts for one step, as it would in the training. Pruning and freezing tell when they
-  change the layers and when they will again; of the others nothing is known.
+* `ours`: the library is asked as a callback asks it: it measures, decides, measures again where it wants to, and moves
+  layers with all their state. Each step in which it does so runs as well, with all the time that it takes, and counts
+  for one step, as it would in the training. Pruning and freezing tell when they change the layers, at the begin of a
+  period, and when they will again; of the others nothing is known, and they are measured at every 1,000th step.
 * `oracle`: layers take the exact best split for the period's expected costs; the move is free.
 * `dense`: the layers without the scheme, uniformly split: a second baseline, for comparison only.
 
@@ -24,7 +24,8 @@ split can gain more than there are layers per rank.
 The second table is a mixture of experts whose loads are drawn anew in every step, with the same expectation for all
 layers, so that there is nothing to gain. There the library is asked in every step. `memoryless_worthwhile` is the
 speed-up over static with `move_when="worthwhile"`, `memoryless_always` that with `"always"`, which follows every
-measurement. It has fewer and longer layers, since what measuring costs does not grow with their length.
+measurement. It has four ranks, and fewer and longer layers: what measuring costs does not grow with their length, but
+with the number of processes that share two cores.
 
 The numbers of layers, microbatches and periods were chosen so that the layers of eight ranks become uneven enough,
 within five minutes. The traces have their default parameters. The first step after layers freeze, in which shapes at
@@ -51,9 +52,9 @@ from lightning_dynmo.planning import Assignment, BalancingProblem, MoveWhen, Par
 from lightning_dynmo.simulation import TRACES, FreezingTrace, LayerCost, stage_costs
 
 RUN_STEPS, NUM_PARAMETERS = 30_000, 16_384
-TELL_CHANGES = ("pruning", "freezing")
-PERIODS = {"moe": 6, "pruning": 20, "freezing": 20, "sparse_attention": 16, "early_exit": 16, "mod": 6}
-QUICK_PERIODS = {"sparse_attention": 6, "mod": 3}
+MEASURE_EVERY, TELL_CHANGES = 1000, ("pruning", "freezing")
+PERIODS = {"moe": 3, "pruning": 16, "freezing": 20, "sparse_attention": 14, "early_exit": 14, "mod": 3}
+QUICK_PERIODS = {"sparse_attention": 5, "mod": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,9 @@ class Sizes:
 
 
 SIZES, QUICK_SIZES = Sizes(48, 16, 1.8e-3), Sizes(48, 12, 1.2e-3)
-MEMORYLESS_SIZES, QUICK_MEMORYLESS_SIZES = Sizes(24, 8, 22e-3), Sizes(24, 8, 8e-3)
-MEMORYLESS_STEPS, QUICK_MEMORYLESS_STEPS = 6, 3
+MEMORYLESS_SIZES, QUICK_MEMORYLESS_SIZES = Sizes(16, 8, 10e-3), Sizes(16, 8, 4e-3)
+MEMORYLESS_RANKS, MEMORYLESS_STEPS, QUICK_MEMORYLESS_STEPS = 4, 8, 5
+DENSE_EVERY = 4
 
 
 @dataclass(slots=True)
@@ -204,16 +206,22 @@ class Balanced:
         step, end = trace.begins[period : period + 2]
         if trace.changes(period):
             rebalancer.model_changed()
-        asked = trace.changes(period) or not trace.tells_changes
+        ask_at = step if trace.changes(period) or not trace.tells_changes else end
+        seconds: dict[Assignment, float] = {}
         while step < end:
-            if asked or (rebalancer.measure_at is not None and rebalancer.measure_at <= step):
-                asked = False
+            measure_at = ask_at if rebalancer.measure_at is None else min(ask_at, rebalancer.measure_at)
+            if measure_at <= step:
+                if ask_at <= step:
+                    ask_at = end if trace.tells_changes else step + MEASURE_EVERY
                 self._run_measured(period, step)
                 step += 1
                 continue
-            until = end if rebalancer.measure_at is None else min(rebalancer.measure_at, end)
-            prepare(pipeline, trace.costs(trace.typical(period)), until - 1)
-            self.times.add(pipeline.step(), until - step)
+            until, assignment = min(measure_at, end), pipeline.runtime.assignment
+            if assignment not in seconds:
+                prepare(pipeline, trace.costs(trace.typical(period)), until - 1)
+                seconds[assignment] = pipeline.step()
+            pipeline.runtime.rebalancer.trained(until - 1)
+            self.times.add(seconds[assignment], until - step)
             step = until
 
     def _run_measured(self, period: int, step: int) -> None:
@@ -251,6 +259,8 @@ def run_scheme(groups: PipelineGroups, trace: Trace, balanced: dict[str, MoveWhe
             if name in variants:
                 variants[name].run(period)
                 continue
+            if name == "dense" and period % DENSE_EVERY:
+                continue  # it is the same in all
             prepare(pipelines[name], trace.dense if name == "dense" else trace.costs(typical), typical)
             if name == "oracle":
                 place(pipelines[name], trace.expected(typical))
@@ -293,31 +303,37 @@ def place(pipeline: EmulatedPipeline, expected: Sequence[LayerCost]) -> None:
         pipeline.runtime.move_to(best)
 
 
-def run_all(
-    groups: PipelineGroups, periods: dict[str, int], sizes: Sizes, memoryless_sizes: Sizes, memoryless_steps: int
-) -> tuple[dict[str, Result], Result]:
-    """Runs all schemes, and the memoryless one. Every rank calls it."""
+def run_schemes(groups: PipelineGroups, periods: dict[str, int], sizes: Sizes) -> dict[str, Result]:
+    """Runs all schemes. Every rank calls it."""
     found = {}
     for scheme, count in periods.items():
         trace = Trace(scheme, [index * RUN_STEPS // count for index in range(count + 1)], sizes)
         found[scheme] = run_scheme(groups, trace, {"ours": "worthwhile"}, ("static", "oracle", "dense"))
-    settled = range(RUN_STEPS, RUN_STEPS + memoryless_steps + 1)
-    trace = Trace("dense" if "dense" in periods else "moe", settled, memoryless_sizes)
-    return found, run_scheme(groups, trace, {rule: rule for rule in get_args(MoveWhen)}, ("static",))
+    return found
+
+
+def run_memoryless(groups: PipelineGroups, scheme: str, sizes: Sizes, num_steps: int) -> Result:
+    """Runs the memoryless scheme, with a decision after each step. Every rank calls it."""
+    trace = Trace(scheme, range(RUN_STEPS, RUN_STEPS + num_steps + 1), sizes)
+    return run_scheme(groups, trace, {rule: rule for rule in get_args(MoveWhen)}, ("static",))
 
 
 def main(arguments: argparse.Namespace) -> None:
     periods, sizes = (QUICK_PERIODS, QUICK_SIZES) if arguments.quick else (PERIODS, SIZES)
-    memoryless = (
-        (QUICK_MEMORYLESS_SIZES, QUICK_MEMORYLESS_STEPS) if arguments.quick else (MEMORYLESS_SIZES, MEMORYLESS_STEPS)
-    )
+    memoryless = MEMORYLESS_SIZES, MEMORYLESS_STEPS
+    if arguments.quick:
+        memoryless = QUICK_MEMORYLESS_SIZES, QUICK_MEMORYLESS_STEPS
     if arguments.null:
         periods = {"dense": max(periods.values())}
-    report(sizes, memoryless[0], *on_all_ranks(run_all, periods, sizes, *memoryless))
+    found = on_all_ranks(run_schemes, periods, sizes)
+    scheme = "dense" if arguments.null else "moe"
+    asked = on_all_ranks(run_memoryless, scheme, *memoryless, num_ranks=MEMORYLESS_RANKS)
+    report(sizes, memoryless[0], found, asked)
 
 
 def report(sizes: Sizes, memoryless_sizes: Sizes, found: dict[str, Result], memoryless: Result) -> None:
-    print(f"{NUM_RANKS} ranks, 1F1B; a training of {RUN_STEPS} steps\nschemes: {sizes}\nmemoryless: {memoryless_sizes}")
+    print(f"{NUM_RANKS} ranks, 1F1B; a training of {RUN_STEPS} steps\nschemes: {sizes}")
+    print(f"memoryless: {MEMORYLESS_RANKS} ranks, {memoryless_sizes}")
     for scheme in found.keys() & TRACES.keys():
         print(f"{scheme}: {TRACES[scheme]}")
     rows = [

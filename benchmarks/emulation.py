@@ -23,23 +23,24 @@ from lightning_dynmo.simulation import LayerCost
 NUM_RANKS = 8
 
 
-def on_all_ranks(function: Callable[..., Any], *args: Any) -> Any:
+def on_all_ranks(function: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -> Any:
     """Calls ``function(groups, *args)`` on all ranks of a pipeline and returns what the first returns.
 
     Args:
         function: At the top level of its module.
         *args: Passed on.
+        num_ranks: Number of ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.pt"
-        wait_for(start_ranks(_call, NUM_RANKS, path, function, args))
+        wait_for(start_ranks(_call, num_ranks, path, num_ranks, function, args))
         return torch.load(path, weights_only=False)
 
 
-def _call(rank: int, path: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _call(rank: int, path: Path, num_ranks: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
     dist.init_process_group("gloo")
     gc.freeze()  # else the first full collection copies all pages that are shared with the server, in some step
-    result = function(create_groups(NUM_RANKS, 1, torch.device("cpu")), *args)
+    result = function(create_groups(num_ranks, 1, torch.device("cpu")), *args)
     if rank == 0:
         torch.save(result, path)
     dist.barrier()
