@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -150,14 +151,14 @@ class LayerTimer:
         return self._total(times)
 
     def _total(self, times: Sequence[float]) -> float:
-        """Returns the sum over microbatches; on the CPU, their lower quartile times their number.
+        """Returns the sum over microbatches; on the CPU, their median times their number.
 
-        Other processes of the machine take the core away in the middle of a layer, which only ever adds time, and for
-        many microbatches where there are more ranks than cores.
+        Other processes of the machine take the core away in the middle of a layer, in some microbatches for many times
+        what the layer takes.
         """
         if self._on_cuda or not times:
             return math.fsum(times)
-        return sorted(times)[(len(times) - 1) // 4] * len(times)
+        return median_low(times) * len(times)
 
     def _backward_of(self, layer: int, layers: range, microbatch: int) -> float:
         arrivals = {index: stamp for index, stamp in self._arrivals[microbatch].items() if index in layers}

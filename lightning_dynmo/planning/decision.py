@@ -67,7 +67,8 @@ class RebalancePolicy:
 
     Args:
         balancer: Plans new assignments.
-        move_when: ``"always"`` moves whenever the plan is better at all, and never looks back.
+        move_when: ``"always"`` plans from the last measurement alone, moves whenever the plan is better at all, and
+            never looks back: the original's rule.
         min_gain: Predicted gain, as a share of the slowest rank's time, that is worth nothing.
         smoothing: What a new measurement counts for in the average once there are enough, in ``(0, 1]``.
         cost: What moves cost; by default as assumed for a network of 1 GB/s until the first move.
@@ -92,7 +93,7 @@ class RebalancePolicy:
         self.move_when = move_when
         self.min_gain = min_gain
         self.cost = cost or MigrationCost()
-        self._loads = SmoothedLoads(smoothing)
+        self._loads = SmoothedLoads(smoothing if move_when == "worthwhile" else 1.0)
         self._seconds = SmoothedLoads(smoothing)
         self._regret = Regret(smoothing)
         self._problem: BalancingProblem | None = None
