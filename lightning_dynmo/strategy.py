@@ -80,7 +80,7 @@ class DynMoStrategy(PipelineCheckpoints):
         load: What is to be equal between stages: ``"time"`` as measured, ``"parameters"``, or ``"tokens"`` worked on,
             for models in which layers skip some (see ``count_tokens``).
         move_when: ``"worthwhile"`` moves layers only if that gains more time than it costs, and takes back moves that
-            failed to; ``"always"`` moves them whenever another split would be better at all.
+            failed to; ``"always"`` moves them whenever another would have been better in the last measured step.
         rank_speeds: Relative speeds of the ranks of a pipeline, such as ``[1.0, 1.0, 0.5]``; all equal by default.
         memory_cap_bytes: Most bytes that layers with their activations may take on a rank. By default nine tenths of
             the device's memory on CUDA, and no limit on the CPU.
