@@ -161,6 +161,14 @@ def test_one_slow_microbatch_does_not_count() -> None:
         assert_units([Sleeper(1, 1), Sleeper(1, 1)], [1, 1], [1, 1], num_microbatches=1, hiccup=0, attempts=2)
 
 
+def test_layer_whose_time_varies_costs_its_median() -> None:
+    timer = LayerTimer(torch.device("cpu"))
+    for microbatch, units in enumerate((1, 1, 2, 3, 3)):
+        with timer.forward(0, microbatch):
+            time.sleep(units * UNIT_S)
+    assert timer.forward_s(0) == pytest.approx(10 * UNIT_S, abs=2 * TOLERANCE_S)
+
+
 def test_layer_that_was_not_measured_costs_nothing() -> None:
     timer = LayerTimer(torch.device("cpu"))
     assert (timer.forward_s(3), timer.backward_s(3), timer.busy_s(), timer.step_s()) == (0, 0, 0, 0)
