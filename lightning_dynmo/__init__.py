@@ -3,6 +3,7 @@
 from lightning_dynmo.callbacks import (
     DynamismCallback,
     FreezingRule,
+    GradualPruningCallback,
     LayerFreezingCallback,
     PipeTransformerRule,
     ProfileRecorderCallback,
@@ -31,6 +32,7 @@ __all__ = [
     "DynMoStrategy",
     "DynamismCallback",
     "FreezingRule",
+    "GradualPruningCallback",
     "LayerFreezingCallback",
     "PartitionBalancer",
     "PipeTransformerRule",

@@ -1,5 +1,7 @@
 """Layers to build pipelines from. Needs torch only, so they can be used without Lightning."""
 
+from lightning_dynmo.nn.csr import CSRPattern
+from lightning_dynmo.nn.csr_linear import csr_linear, time_executions
 from lightning_dynmo.nn.emulated import EmulatedLayer
 from lightning_dynmo.nn.gpt import (
     MLP,
@@ -13,17 +15,25 @@ from lightning_dynmo.nn.gpt import (
     TokenEmbedding,
     gpt_layers,
 )
+from lightning_dynmo.nn.sparse import SparseLinear, densify, save_as_dense, sparse_weights
 
 __all__ = [
     "MLP",
     "AttentionBlock",
     "Block",
+    "CSRPattern",
     "CausalSelfAttention",
     "EmulatedLayer",
     "GPTConfig",
     "Head",
     "MLPBlock",
     "Positions",
+    "SparseLinear",
     "TokenEmbedding",
+    "csr_linear",
+    "densify",
     "gpt_layers",
+    "save_as_dense",
+    "sparse_weights",
+    "time_executions",
 ]

@@ -24,6 +24,7 @@ from lightning_dynmo.pipeline.microbatches import (
     split_batch,
 )
 from lightning_dynmo.pipeline.migration import Migration
+from lightning_dynmo.pipeline.pruning import GlobalPruning, SparseExecution, check_execution
 from lightning_dynmo.pipeline.rebalancing import Rebalance
 from lightning_dynmo.pipeline.remote_gradients import remote_gradients
 from lightning_dynmo.pipeline.rendezvous import store_of_this_attempt
@@ -36,10 +37,12 @@ from lightning_dynmo.pipeline.schedules import (
     nearest_num_microbatches,
     simulated_order,
 )
+from lightning_dynmo.pipeline.selection import select_largest
 
 __all__ = [
     "SCHEDULES",
     "FailureBoard",
+    "GlobalPruning",
     "GradientWindow",
     "Inputs",
     "Migration",
@@ -49,8 +52,10 @@ __all__ = [
     "Profile",
     "Rebalance",
     "RenamedState",
+    "SparseExecution",
     "StoredState",
     "batch_size_of",
+    "check_execution",
     "check_num_microbatches",
     "check_stages_per_rank",
     "choose_num_microbatches",
@@ -70,6 +75,7 @@ __all__ = [
     "owned_state_dict",
     "remote_gradients",
     "save_folder",
+    "select_largest",
     "simulated_order",
     "split_batch",
     "store_of_this_attempt",

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dynmo._torch import tree_map_only
+from lightning_dynmo.nn import SparseLinear, sparse_weights
 from lightning_dynmo.ownership import LayerChain, enumerate_names, release_freed_memory
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.migration import Package, state_of, transfer
@@ -42,14 +43,19 @@ def gather_state_dict(chain: LayerChain, owners: Sequence[int], groups: Pipeline
             extra[id(chain.layers[index].get_submodule(name))] = state
     if not groups.is_first:
         return {}
+    sparse = sparse_weights(chain.root)
     state_dict: dict[str, Any] = chain.root.state_dict(keep_vars=True)
     for key, value in state_dict.items():
         if isinstance(value, Tensor):
-            state_dict[key] = real[id(value)] if id(value) in real else value.detach()
+            state_dict[key] = real[id(value)] if id(value) in real else _as_saved(value, sparse)
     for prefix, module in chain.root.named_modules(remove_duplicate=False):
         if id(module) in extra:
             state_dict[f"{prefix}._extra_state"] = extra[id(module)]
     return with_plain_keys(state_dict)
+
+
+def _as_saved(value: Tensor, sparse: Mapping[int, SparseLinear]) -> Tensor:
+    return sparse[id(value)].dense_weight() if id(value) in sparse else value.detach()
 
 
 def with_plain_keys(state: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +133,7 @@ def owned_state_dict(chain: LayerChain, groups: PipelineGroups) -> dict[str, Any
             chain.match_buffers(index, buffers[index])
     state_dict: dict[str, Any] = chain.root.state_dict(keep_vars=True)
     mine, others = _tensors_and_modules(chain)
+    sparse = sparse_weights(chain.root)
     kept = {}
     for key, value in state_dict.items():
         if key.endswith("._extra_state"):
@@ -134,7 +141,7 @@ def owned_state_dict(chain: LayerChain, groups: PipelineGroups) -> dict[str, Any
         else:
             value_id = id(value)
         if value_id in mine or (groups.is_first and value_id not in others):
-            kept[key] = value.detach() if isinstance(value, Tensor) else value
+            kept[key] = _as_saved(value, sparse) if isinstance(value, Tensor) else value
     return with_plain_keys(kept)
 
 
@@ -217,7 +224,7 @@ def _fetch(
     for owner in range(1, groups.pp_size):
         moves = [Move(layer, owner, 0) for layer in range(len(chain)) if owners[layer] == owner]
         with torch.inference_mode(False), torch.no_grad():
-            arrived, _ = transfer(chain, moves, groups, optimizers, with_tensors=with_tensors)
+            arrived, _ = transfer(chain, moves, groups, optimizers, with_tensors=with_tensors, as_saved=True)
         for index, package in arrived.items():
             fetched.append((index, Package(package.manifest, tuple(tensor.cpu() for tensor in package.tensors))))
     return fetched

@@ -83,7 +83,7 @@ def _load(chain: LayerChain, index: int, timer: LayerTimer, optimizers: Sequence
     return LayerLoad(
         forward_s=timer.forward_s(index),
         backward_s=timer.backward_s(index),
-        num_parameters=chain.sizes[index].num_parameters,
+        num_parameters=sum(parameter.numel() for parameter in chain.parameters(index)),
         state_bytes=state_bytes,
         num_tokens=timer.num_tokens(index),
         layer_bytes=state_bytes + gradients,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dynmo._torch import TreeSpec, tree_flatten, tree_unflatten
+from lightning_dynmo.nn import sparse_weights
 from lightning_dynmo.ownership import LayerChain, release_freed_memory
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.planning import Move
@@ -111,7 +112,14 @@ class Package:
     tensors: tuple[Tensor, ...] = field(repr=False)
 
 
-def pack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], *, with_tensors: bool = True) -> Package:
+def pack(
+    chain: LayerChain,
+    index: int,
+    optimizers: Sequence[Optimizer],
+    *,
+    with_tensors: bool = True,
+    as_saved: bool = False,
+) -> Package:
     """Returns what layer `index` holds; the tensors are the layer's own, not copies.
 
     Args:
@@ -119,15 +127,20 @@ def pack(chain: LayerChain, index: int, optimizers: Sequence[Optimizer], *, with
         index: Layer.
         optimizers: Optimizers whose state goes along.
         with_tensors: Whether parameters and buffers go along.
+        as_saved: Whether compact weights, and their optimizer state, go along as the matrices that checkpoints hold.
     """
     layer = chain.layers[index]
+    sparse = sparse_weights(layer) if as_saved else {}
     named = chain.tensors(index) if with_tensors else []
-    tensors = [tensor.detach() for _, tensor in named]
+    tensors = [sparse[id(tensor)].dense_weight() if id(tensor) in sparse else tensor.detach() for _, tensor in named]
     states = []
     for optimizer in optimizers:
         per_parameter = []
         for parameter in chain.parameters(index):
-            leaves, structure = tree_flatten(dict(optimizer.state.get(parameter, {})))
+            state = dict(optimizer.state.get(parameter, {}))
+            if id(parameter) in sparse:
+                state = sparse[id(parameter)].dense_state(state)
+            leaves, structure = tree_flatten(state)
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     leaves[position] = _Slot(len(tensors))
@@ -242,8 +255,9 @@ def transfer(
     optimizers: Sequence[Optimizer],
     *,
     with_tensors: bool = True,
+    as_saved: bool = False,
 ) -> tuple[dict[int, Package], int]:
-    """Copies layers to other ranks and leaves them where they are.
+    """Copies layers to other ranks and leaves them where they are; `with_tensors` and `as_saved` as for `pack`.
 
     Returns:
         The layers that arrived at this rank, by index, in tensors of their own; and the bytes that all ranks sent.
@@ -253,7 +267,7 @@ def transfer(
     """
     me = groups.pp_rank
     outgoing = {
-        move.layer: pack(chain, move.layer, optimizers, with_tensors=with_tensors)
+        move.layer: pack(chain, move.layer, optimizers, with_tensors=with_tensors, as_saved=as_saved)
         for move in moves
         if move.source == me
     }

@@ -30,12 +30,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 def test_best_split_of_half_frozen_layers(benchmark: Callable[[str], ModuleType]) -> None:
-    freezing = benchmark("freezing_real")
+    compute = benchmark("compute")
     layers = [*[LayerCost(1.0, 0.0, 2.0, trains=False)] * 6, *[LayerCost(1.0, 0.0, 2.0)] * 6]
-    assert freezing.step_time(layers, Assignment((6, 6))) == 6 + 16 * 18
+    assert compute.step_time(layers, Assignment((6, 6))) == 6 + 16 * 18
     # Both stages then work 12 per microbatch; F0 of stage 0 comes first, its last backward of two layers at the end.
-    assert freezing.best_split(layers) == Assignment((8, 4))
-    assert freezing.step_time(layers, Assignment((8, 4))) == 16 * 12.0 + 8.0 + 4.0
+    assert compute.best_split(layers) == Assignment((8, 4))
+    assert compute.step_time(layers, Assignment((8, 4))) == 16 * 12.0 + 8.0 + 4.0
 
 
 # The scripts themselves.
@@ -96,11 +96,11 @@ def test_freezing_real(options: tuple[str, ...], benchmark: Callable[[str], Modu
     for row in tables["Layers"]:
         forward, backward, update = (float(row[name]) for name in ("forward_ms", "backward_ms", "update_ms"))
         costs.append(LayerCost(forward, 0.0, backward, row["trains"] == "True", update_s=update))
-    freezing = benchmark("freezing_real")
-    assert (steps["best"]["split"]) == "+".join(map(str, freezing.best_split(costs).balance))
+    compute = benchmark("compute")
+    assert (steps["best"]["split"]) == "+".join(map(str, compute.best_split(costs).balance))
     for row in steps.values():
         split = Assignment(tuple(int(size) for size in row["split"].split("+")))
-        assert freezing.step_time(costs, split) == pytest.approx(float(row["step_ms"]), rel=PRECISION)
+        assert compute.step_time(costs, split) == pytest.approx(float(row["step_ms"]), rel=PRECISION)
 
 
 @pytest.mark.slow

@@ -1,0 +1,255 @@
+"""Linear layers whose weight is pruned: masked while that is faster, then in compressed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dynmo._torch import FakeTensor
+from lightning_dynmo.nn.csr import CSRPattern
+from lightning_dynmo.nn.csr_linear import csr_linear
+
+_INDICES = ("row_offsets", "columns", "t_row_offsets", "t_columns", "t_order")
+
+
+class SparseLinear(nn.Linear):
+    """An ``nn.Linear`` whose weight can lose entries for good.
+
+    [Note: one parameter, three forms]
+    ``weight`` is one ``Parameter`` object for ever, which optimizers and hooks hold on to; only its data changes. At
+    first it is the dense matrix ``[out_features, in_features]``. After `prune` it is that matrix with zeros, and a
+    ``mask`` keeps gradients from them. After `compact` it is the vector of the kept values ``[nnz]``, in compressed
+    rows. Mask and indices are buffers, so they travel when the layer moves, and are in no ``state_dict``: that has the
+    dense matrix in all three forms, so a checkpoint does not show which one the run was in.
+
+    In a ``state_dict`` pruned entries are 0.0 and kept ones that happen to be zero are -0.0; this is how `restore` finds
+    out again what was pruned.
+
+    Args:
+        in_features: As for ``nn.Linear``.
+        out_features: As for ``nn.Linear``.
+        bias: As for ``nn.Linear``.
+        device: As for ``nn.Linear``.
+        dtype: As for ``nn.Linear``.
+    """
+
+    mask: Tensor | None
+    row_offsets: Tensor
+    columns: Tensor | None
+    t_row_offsets: Tensor
+    t_columns: Tensor
+    t_order: Tensor
+    num_tokens: int = 0
+    """Rows of the last input: tokens of a microbatch."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._forget()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> SparseLinear:
+        """Makes an ``nn.Linear`` one that can be pruned: the same object, so that whatever refers to it still does.
+
+        Raises:
+            TypeError: If it is a subclass, whose ``forward`` may read the weight in another way.
+        """
+        if type(linear) is not nn.Linear:
+            raise TypeError(f"Expected an nn.Linear, got a {type(linear).__name__}, whose forward may be another one.")
+        linear.__class__ = cls
+        assert isinstance(linear, SparseLinear)
+        linear._forget()
+        return linear
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the weight is the vector of the kept values."""
+        return self.columns is not None
+
+    @property
+    def density(self) -> float:
+        """Share of the weight that is kept, in ``[0, 1]``."""
+        total = max(self.in_features * self.out_features, 1)
+        if self.columns is not None:
+            return self.columns.numel() / total
+        return 1.0 if self.mask is None else int(self.mask.sum()) / total
+
+    @property
+    def pattern(self) -> CSRPattern:
+        """Which entries are kept, while the layer is compact."""
+        assert self.columns is not None
+        indices = (getattr(self, name) for name in _INDICES)
+        return CSRPattern((self.out_features, self.in_features), *indices)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Computes ``input W^T + bias``: `[..., in_features] -> [..., out_features]`."""
+        if isinstance(input, FakeTensor):  # only the shape is asked for, of shells too, whose weight has any
+            shape = (self.out_features, self.in_features)
+            weight = self.weight.new_empty(shape).requires_grad_(self.weight.requires_grad)
+            return F.linear(input, weight, self.bias)
+        self.num_tokens = input.numel() // max(self.in_features, 1)
+        if self.columns is not None:
+            return csr_linear(input, self.weight, self.pattern, self.bias)
+        if self.mask is not None:
+            return F.linear(input, _KeptGradient.apply(self.weight, self.mask), self.bias)  # type: ignore[no-untyped-call]
+        return F.linear(input, self.weight, self.bias)
+
+    @torch.no_grad()
+    def prune(self, kept: Tensor, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Removes entries for good, and what optimizers remember of them.
+
+        Args:
+            kept: What stays, bool ``[out_features, in_features]``; while the layer is compact, ``[nnz]``.
+            optimizers: Those that may hold state of the weight.
+        """
+        if self.columns is not None:
+            old = self.pattern
+            new = CSRPattern.from_mask(old.scatter(kept))
+            self._change(lambda values: values[kept], optimizers)
+            self._keep_indices(new)
+            return
+        self.mask = kept if self.mask is None else self.mask & kept
+        mask = self.mask
+        self._change(lambda dense: torch.where(mask, dense, torch.zeros((), dtype=dense.dtype)), optimizers)
+
+    @torch.no_grad()
+    def compact(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Turns the weight, and what optimizers remember of it, into the kept values alone.
+
+        Raises:
+            RuntimeError: If nothing was pruned.
+        """
+        if self.columns is not None:
+            return
+        if self.mask is None:
+            raise RuntimeError("Only a pruned layer can be made compact. Call prune() before compact().")
+        pattern = CSRPattern.from_mask(self.mask)
+        self._change(pattern.gather, optimizers)
+        self.mask = None
+        self._keep_indices(pattern)
+
+    @torch.no_grad()
+    def dense_weight(self) -> Tensor:
+        """Returns the weight as a matrix with zeros, ``[out_features, in_features]``; kept zeros are -0.0."""
+        weight = self.weight.detach()
+        if self.columns is not None:
+            return self.pattern.scatter(torch.where(weight == 0, -0.0, weight))
+        if self.mask is not None and bool((self.mask & (weight == 0)).any()):
+            return torch.where(self.mask, torch.where(weight == 0, -0.0, weight), 0.0)
+        return weight
+
+    def dense_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what an optimizer keeps of the weight, with matrices in place of vectors of kept values."""
+        if self.columns is None:
+            return dict(state)
+        return {
+            name: self.pattern.scatter(value)
+            if isinstance(value, Tensor) and value.shape == self.weight.shape
+            else value
+            for name, value in state.items()
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Takes entries of the weight that are 0.0, and not -0.0, for pruned."""
+        if self.columns is None and self.mask is None:
+            self.mask = (self.weight != 0) | self.weight.signbit()
+
+    def to_linear(self) -> nn.Linear:
+        """Makes the layer an ``nn.Linear`` again, with the dense weight: the same object. Not for training."""
+        self._become_dense(self.dense_weight())
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+    def _change(self, change: Callable[[Tensor], Tensor], optimizers: Iterable[Optimizer]) -> None:
+        """Applies a change to the weight and to all that optimizers keep in its shape; what they keep else they lose."""
+        weight, shape = self.weight, self.weight.shape
+        for optimizer in optimizers:
+            state = optimizer.state.get(weight, {})
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            if any(value.shape != shape and value.numel() > 1 for value in tensors.values()):
+                del optimizer.state[weight]  # such as Adafactor's sums over rows: begun anew at the next step
+                continue
+            state.update({name: change(value) for name, value in tensors.items() if value.shape == shape})
+        weight.grad = None
+        weight.data = change(weight.detach())
+
+    def _keep_indices(self, pattern: CSRPattern) -> None:
+        for name in _INDICES:
+            setattr(self, name, getattr(pattern, name))
+
+    def _forget(self) -> None:
+        for name in ("mask", *_INDICES):
+            self.register_buffer(name, None, persistent=False)
+
+    def _become_dense(self, weight: Tensor) -> None:
+        for name in ("mask", *_INDICES):
+            setattr(self, name, None)
+        self.weight.grad = None
+        self.weight.data = weight
+
+    @override
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[f"{prefix}weight"] = self.dense_weight()
+
+    @override
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}weight" in state_dict and (self.mask is not None or self.columns is not None):
+            # What was pruned there may be something else.
+            self._become_dense(self.weight.new_empty(self.out_features, self.in_features))
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+
+
+class _KeptGradient(torch.autograd.Function):
+    """Hands on a weight, and its gradient where the mask keeps it."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return gradients[0] * mask, None
+
+
+def sparse_weights(module: nn.Module) -> dict[int, SparseLinear]:
+    """Returns the layers in a module that can be pruned, by the id of their weight."""
+    return {id(part.weight): part for part in module.modules() if isinstance(part, SparseLinear)}
+
+
+def save_as_dense(optimizer: Optimizer, module: nn.Module) -> None:
+    """Makes an optimizer's ``state_dict`` have matrices for compact weights in a module, as that of the module has."""
+
+    def with_matrices(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        sparse = sparse_weights(module)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for position, parameter in enumerate(parameters):
+            if id(parameter) in sparse and position in state_dict["state"]:
+                state_dict["state"][position] = sparse[id(parameter)].dense_state(state_dict["state"][position])
+
+    optimizer.register_state_dict_post_hook(with_matrices)
+
+
+def densify(module: nn.Module) -> None:
+    """Makes every `SparseLinear` in a module an ``nn.Linear`` again, with the same weights."""
+    for part in list(sparse_weights(module).values()):
+        part.to_linear()

@@ -1,0 +1,229 @@
+"""A linear layer that can be pruned: the same numbers and the same ``state_dict`` in all its forms."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dynmo.nn import SparseLinear, densify, save_as_dense, sparse_weights
+
+OUT, IN, TOKENS = 12, 20, 7
+
+
+def pair(share: float = 0.3, compact: bool = True) -> tuple[SparseLinear, nn.Linear, Tensor]:
+    """Returns a pruned layer, the dense one with zeros that it stands for, and the mask."""
+    torch.manual_seed(0)
+    linear = nn.Linear(IN, OUT)
+    kept = torch.rand(OUT, IN) < share
+    dense = copy.deepcopy(linear)
+    dense.weight.data *= kept
+    sparse = SparseLinear.from_linear(linear)
+    sparse.prune(kept)
+    if compact:
+        sparse.compact()
+    return sparse, dense, kept
+
+
+def test_the_object_and_its_parameters_stay() -> None:
+    linear = nn.Linear(IN, OUT)
+    before = [id(linear), *map(id, linear.parameters())]
+    sparse = SparseLinear.from_linear(linear)
+    sparse.prune(torch.rand(OUT, IN) < 0.5)
+    sparse.compact()
+    assert [id(sparse), *map(id, sparse.parameters())] == before
+    assert isinstance(sparse, nn.Linear)
+    assert type(sparse.to_linear()) is nn.Linear
+    assert [id(sparse), *map(id, sparse.parameters())] == before
+
+
+def test_a_subclass_of_linear_is_refused() -> None:
+    class Other(nn.Linear):
+        pass
+
+    with pytest.raises(TypeError, match="Expected an nn.Linear, got a Other"):
+        SparseLinear.from_linear(Other(2, 2))
+
+
+def test_a_layer_that_was_not_pruned_cannot_be_compact() -> None:
+    with pytest.raises(RuntimeError, match="Call prune\\(\\) before compact\\(\\)"):
+        SparseLinear(2, 2).compact()
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_output_and_gradients_are_those_of_the_dense_layer_with_zeros(share: float, compact: bool) -> None:
+    sparse, dense, kept = pair(share, compact)
+    x = torch.randn(2, TOKENS, IN)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [layer(value) for layer, value in zip((sparse, dense), inputs, strict=True)]
+    gradient = torch.randn_like(outputs[0])
+    for output in outputs:
+        output.backward(gradient)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sparse.bias.grad, dense.bias.grad, rtol=0, atol=1e-5)
+    expected = dense.weight.grad * kept
+    found = sparse.pattern.scatter(sparse.weight.grad) if compact else sparse.weight.grad
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_state_dict_is_that_of_the_dense_layer(compact: bool) -> None:
+    sparse, dense, _ = pair(compact=compact)
+    found, expected = sparse.state_dict(), dense.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    nn.Linear(IN, OUT).load_state_dict(found)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_kept_zeros_are_told_from_pruned_ones(compact: bool) -> None:
+    sparse, _, kept = pair(compact=False)
+    row, column = kept.nonzero()[3].tolist()
+    sparse.weight.data[row, column] = 0.0
+    if compact:
+        sparse.compact()
+    other = SparseLinear.from_linear(nn.Linear(IN, OUT))
+    other.load_state_dict(sparse.state_dict())
+    other.restore()
+    assert torch.equal(other.mask, kept)
+    assert other.density == sparse.density == kept.float().mean()
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_loading_makes_a_pruned_layer_exactly_what_was_saved(compact: bool) -> None:
+    sparse, _, _ = pair(compact=compact)
+    torch.manual_seed(5)
+    other = nn.Linear(IN, OUT)
+    sparse.load_state_dict(other.state_dict())
+    assert not sparse.is_compact
+    assert sparse.density == 1.0
+    x = torch.randn(TOKENS, IN)
+    assert torch.equal(sparse(x), other(x))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_masks_nest(compact: bool) -> None:
+    sparse, dense, kept = pair(0.6, compact)
+    fewer = torch.rand(OUT, IN) < 0.5
+    sparse.prune(fewer[kept] if compact else fewer)
+    expected = dense.weight.detach() * fewer
+    assert torch.equal(sparse.dense_weight(), expected)
+    assert sparse.density == (kept & fewer).float().mean()
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, momentum=0.5),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+def train(layer: nn.Linear, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x, y = torch.randn(TOKENS, IN, generator=generator), torch.randn(TOKENS, OUT, generator=generator)
+        (layer(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pruned_entries_stay_zero_and_the_others_train_on(name: str, compact: bool) -> None:
+    torch.manual_seed(0)
+    layer = SparseLinear(IN, OUT)
+    optimizer = OPTIMIZERS[name](list(layer.parameters()))
+    train(layer, optimizer, 3, seed=1)
+    kept = torch.rand(OUT, IN) < 0.4
+    before = layer.weight.detach().clone()
+    layer.prune(kept, [optimizer])
+    if compact:
+        layer.compact([optimizer])
+    train(layer, optimizer, 5, seed=2)
+    after = layer.dense_weight()
+    assert torch.equal(after == 0, ~kept)
+    assert (after != before)[kept].all()
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused", "momentum", "rmsprop", "adagrad"])
+def test_compact_training_is_masked_training(name: str) -> None:
+    found = []
+    for compact in (False, True):
+        torch.manual_seed(0)
+        layer = SparseLinear(IN, OUT)
+        optimizer = OPTIMIZERS[name](list(layer.parameters()))
+        save_as_dense(optimizer, layer)
+        train(layer, optimizer, 3, seed=1)
+        layer.prune(torch.rand(OUT, IN) < 0.4, [optimizer])
+        if compact:
+            layer.compact([optimizer])
+        train(layer, optimizer, 10, seed=2)
+        found.append((layer.dense_weight(), optimizer.state_dict()["state"][0]))
+    (masked, masked_state), (compacted, compacted_state) = found
+    torch.testing.assert_close(compacted, masked, rtol=0, atol=1e-5)
+    assert masked_state.keys() == compacted_state.keys()
+    for key, value in masked_state.items():
+        torch.testing.assert_close(compacted_state[key], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_state_of_a_few_entries_is_told_from_a_number(kept: int) -> None:
+    layer = SparseLinear(2, 1)
+    optimizer = OPTIMIZERS["adamw"](list(layer.parameters()))
+    (layer(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+    layer.prune(torch.tensor([[True, False]]), [optimizer])
+    layer.compact([optimizer])
+    layer.prune(torch.tensor([bool(kept)]), [optimizer])
+    assert optimizer.state[layer.weight]["exp_avg"].shape == layer.weight.shape == (kept,)
+    assert optimizer.state[layer.weight]["step"] == 1
+    (layer(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+
+
+def test_the_optimizer_has_to_forget_what_was_pruned() -> None:
+    torch.manual_seed(0)
+    layer = SparseLinear(IN, OUT)
+    optimizer = OPTIMIZERS["adamw"](list(layer.parameters()))
+    train(layer, optimizer, 3, seed=1)
+    kept = torch.rand(OUT, IN) < 0.4
+    layer.prune(kept)  # without the optimizer
+    train(layer, optimizer, 5, seed=2)
+    assert not torch.equal(layer.weight == 0, ~kept)
+
+
+def test_memory_is_that_of_the_kept_entries() -> None:
+    sparse, _, kept = pair(0.1)
+    nnz = int(kept.sum())
+    assert sparse.weight.untyped_storage().nbytes() == 4 * nnz
+    indices = sum(buffer.untyped_storage().nbytes() for buffer in sparse.buffers())
+    assert indices == 4 * (OUT + 1 + IN + 1) + nnz * (2 + 2 + 4)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_copies_and_pickles_are_whole(compact: bool) -> None:
+    sparse, dense, _ = pair(compact=compact)
+    x = torch.randn(TOKENS, IN)
+    for other in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+        torch.testing.assert_close(other(x), dense(x), rtol=0, atol=1e-5)
+        assert other.is_compact == compact
+
+
+def test_densify_makes_plain_modules() -> None:
+    sparse, dense, _ = pair()
+    model = nn.Sequential(sparse, nn.ReLU())
+    assert list(sparse_weights(model)) == [id(sparse.weight)]
+    densify(model)
+    assert type(model[0]) is nn.Linear
+    assert not sparse_weights(model)
+    assert torch.equal(model[0].weight, dense.weight)
+    assert {name for name, _ in model.named_buffers()} == set()
