@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LARGEST_INT16 = 32_767
+_LARGEST_INT16, _LARGEST_INT32 = 2**15 - 1, 2**31 - 1
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +35,16 @@ class CSRPattern:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> CSRPattern:
-        """Returns the pattern of a mask, bool ``[M, K]``, which is true for what is kept."""
+        """Returns the pattern of a mask, bool ``[M, K]``, which is true for what is kept.
+
+        Raises:
+            ValueError: If it is no matrix of truth values.
+        """
+        if mask.dim() != 2 or mask.dtype is not torch.bool:
+            raise ValueError(
+                f"Expected a mask of two dims and type torch.bool, got {list(mask.shape)} of {mask.dtype}. Pass "
+                "what is kept of a weight, such as weight != 0."
+            )
         num_rows, num_columns = mask.shape
         rows, columns = mask.nonzero(as_tuple=True)
         offsets = _offsets(rows, num_rows)
@@ -48,10 +58,14 @@ class CSRPattern:
             shape: M and K.
             row_offsets: Integers ``[M + 1]``, from 0 on, never falling.
             columns: Integers in ``[0, K)``, ``[nnz]``, ascending within a row.
+
+        Raises:
+            ValueError: If they are not so.
         """
         num_rows, num_columns = shape
-        counts = row_offsets.diff().long()
-        rows = torch.repeat_interleave(torch.arange(num_rows, device=columns.device), counts)
+        _check_offsets(row_offsets, num_rows, columns.numel())
+        rows = _rows(row_offsets)
+        _check_columns(columns, rows, num_columns)
         # Stable, so that the columns of the transpose ascend too.
         order = torch.argsort(columns.long(), stable=True)
         return cls(
@@ -81,21 +95,69 @@ class CSRPattern:
 
     def gather(self, dense: Tensor) -> Tensor:
         """Returns the kept entries of a tensor ``[M, K]``, ``[nnz]``."""
-        return dense[self._rows(), self.columns.long()]
+        return dense[_rows(self.row_offsets), self.columns.long()]
 
     def scatter(self, values: Tensor) -> Tensor:
         """Returns a tensor ``[M, K]`` with the values ``[nnz]`` in their places, and zeros elsewhere."""
         dense = values.new_zeros(self.shape)
-        dense[self._rows(), self.columns.long()] = values
+        dense[_rows(self.row_offsets), self.columns.long()] = values
         return dense
 
     def mask(self) -> Tensor:
         """Returns what is kept, bool ``[M, K]``."""
         return self.scatter(torch.ones(self.nnz, dtype=torch.bool, device=self.columns.device))
 
-    def _rows(self) -> Tensor:
-        counts = self.row_offsets.diff().long()
-        return torch.repeat_interleave(torch.arange(self.shape[0], device=self.columns.device), counts)
+
+def _check_offsets(offsets: Tensor, num_rows: int, nnz: int) -> None:
+    if offsets.dtype not in _INTEGERS or offsets.shape != (num_rows + 1,):
+        raise ValueError(
+            f"Expected row offsets of integers [{num_rows + 1}], one more than there are rows, got "
+            f"{list(offsets.shape)} of {offsets.dtype}. Start them with 0, and add the number of entries row by row."
+        )
+    if offsets[0] != 0 or offsets[-1] != nnz:
+        raise ValueError(
+            f"Expected row offsets from 0 to the number of columns given, {nnz}, got {int(offsets[0])} to "
+            f"{int(offsets[-1])}. Pass one column per kept entry, and offsets that count them."
+        )
+    falls = offsets.diff() < 0
+    if falls.any():
+        row = int(falls.nonzero()[0])
+        raise ValueError(
+            f"Expected row offsets that never fall, got {int(offsets[row + 1])} after {int(offsets[row])} at row "
+            f"{row}. Repeat the offset for a row without entries."
+        )
+    if nnz > _LARGEST_INT32:
+        raise ValueError(
+            f"Expected at most {_LARGEST_INT32} kept entries, which 32-bit offsets can count, got {nnz}. Keep fewer, "
+            "or split the layer in two."
+        )
+
+
+def _check_columns(columns: Tensor, rows: Tensor, num_columns: int) -> None:
+    if columns.dtype not in _INTEGERS or columns.dim() != 1:
+        raise ValueError(
+            f"Expected columns of integers in one dim, got {list(columns.shape)} of {columns.dtype}. Pass one per kept "
+            "entry, such as mask.nonzero()[:, 1]."
+        )
+    outside = (columns < 0) | (columns >= num_columns)
+    if outside.any():
+        entry = int(outside.nonzero()[0])
+        raise ValueError(
+            f"Expected columns from 0 to {num_columns - 1}, got {int(columns[entry])} in row {int(rows[entry])}. Check "
+            "that shape is [output features, input features]."
+        )
+    wrong = (rows[1:] == rows[:-1]) & (columns[1:] <= columns[:-1])
+    if wrong.any():
+        entry = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"Expected columns that ascend within each row, got {int(columns[entry + 1])} after {int(columns[entry])} "
+            f"in row {int(rows[entry])}. Sort each row's columns, and give each of them once."
+        )
+
+
+def _rows(offsets: Tensor) -> Tensor:
+    """Returns the row of each entry."""
+    return torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff().long())
 
 
 def _offsets(rows: Tensor, num_rows: int) -> Tensor:

@@ -1,0 +1,203 @@
+"""The products of a sparse weight with activations, by the best means there are on a device. See [Note: panels]."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dynmo._torch import FakeTensor
+from lightning_dynmo.nn.csr import CSRPattern
+
+_LEAST_WORK = 500_000  # multiplications or numbers moved for which a thread is worth starting
+
+
+def products_for(tokens: Tensor) -> Products:
+    """Returns what computes with these activations."""
+    if isinstance(tokens, FakeTensor) or tokens.is_meta:
+        return _SHAPES
+    if tokens.is_cuda:
+        from lightning_dynmo import _kernels
+
+        return _TRITON if _kernels.available(tokens.device) else _TORCH
+    return _TORCH if _compiled() is None else _NUMBA
+
+
+class Products:
+    """Products of a sparse weight ``[M, K]`` by torch alone, with one panel as wide as there are tokens.
+
+    The compressed rows are on the left of a dense matrix, which is the one form that torch has fast code for.
+    """
+
+    def pack(self, tokens: Tensor) -> Tensor:
+        """Returns ``[T, F]`` as panels."""
+        return tokens.t().contiguous()[None]
+
+    def unpack(self, panels: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
+        """Returns panels as ``[T, F]``, with a bias ``[F]`` added."""
+        tokens = panels[0].t()
+        return tokens.contiguous() if bias is None else torch.add(tokens, bias, out=tokens.new_empty(tokens.shape))
+
+    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
+        """Returns the panels of the weight, or its transpose, times panels."""
+        num_columns, num_rows = pattern.shape if transposed else pattern.shape[::-1]
+        offsets, columns = _indices(pattern, transposed)
+        if transposed:
+            values = values[pattern.t_order]
+        if not pattern.nnz:  # for which MKL wants no pointer
+            return panels.new_zeros(1, num_rows, panels.shape[2])
+        with torch.autocast(panels.device.type, enabled=False):
+            product: Tensor = _matrix(offsets, columns, values, (num_rows, num_columns)) @ panels[0]
+        return product[None]
+
+    def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
+        """Returns the product of feature i of `left` with feature j of `right` for each kept (i, j), ``[nnz]``."""
+        if not pattern.nnz:
+            return left.new_zeros(0)
+        kept = _matrix(*_indices(pattern, False), left.new_zeros(pattern.nnz), pattern.shape)
+        with torch.autocast(left.device.type, enabled=False):
+            products: Tensor = torch.sparse.sampled_addmm(kept, left[0], right[0].t(), beta=0.0).values()
+        return products
+
+
+class _ShapesOnly(Products):
+    """Says how large the results are, for tensors without data."""
+
+    @override
+    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
+        return panels.new_empty(1, pattern.shape[1 if transposed else 0], panels.shape[2])
+
+    @override
+    def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
+        return left.new_empty(pattern.nnz)
+
+
+class _Triton(Products):
+    """By the kernels for GPUs."""
+
+    @override
+    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
+        from lightning_dynmo import _kernels
+
+        order = pattern.t_order if transposed else None
+        num_rows = pattern.shape[1 if transposed else 0]
+        result: Tensor = _kernels.spmm(values, *_indices(pattern, transposed), panels[0], num_rows, order=order)
+        return result[None]
+
+    @override
+    def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
+        from lightning_dynmo import _kernels
+
+        result: Tensor = _kernels.sddmm(*_indices(pattern, False), left[0], right[0])
+        return result
+
+
+class _Numba(Products):
+    """By the kernels that numba compiles, on as many threads as torch uses.
+
+    The threads end with the call: there is nothing that a forked process could miss, or that callers on several
+    threads could get into each other's way with.
+    """
+
+    @override
+    def pack(self, tokens: Tensor) -> Tensor:
+        kernels = _compiled_or_fail()
+        num_tokens, num_features = tokens.shape
+        panels = tokens.new_empty(-(-num_tokens // kernels.WIDTH), num_features, kernels.WIDTH)
+        _run(kernels.pack, (tokens, panels), _even(num_features, panels.numel()))
+        return panels
+
+    @override
+    def unpack(self, panels: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
+        tokens = panels.new_empty(num_tokens, panels.shape[1])
+        bias = panels.new_empty(0) if bias is None else bias
+        _run(_compiled_or_fail().unpack, (panels, bias, tokens), _even(panels.shape[1], panels.numel()))
+        return tokens
+
+    @override
+    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
+        kernels = _compiled_or_fail()
+        offsets, columns = _indices(pattern, transposed)
+        if transposed:
+            ordered = values.new_empty(pattern.nnz)
+            _run(kernels.take, (values, pattern.t_order, ordered), _even(pattern.nnz, pattern.nnz))
+            values = ordered
+        result = panels.new_empty(len(panels), len(offsets) - 1, kernels.WIDTH)
+        work = pattern.nnz * panels.shape[0] * kernels.WIDTH
+        _run(kernels.multiply, (values, offsets, columns, panels, result), _by_entries(offsets, work))
+        return result
+
+    @override
+    def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
+        kernels = _compiled_or_fail()
+        offsets, columns = _indices(pattern, False)
+        result = left.new_empty(pattern.nnz)
+        work = pattern.nnz * left.shape[0] * kernels.WIDTH
+        _run(kernels.sample, (offsets, columns, left, right, result), _by_entries(offsets, work))
+        return result
+
+
+_SHAPES, _TORCH, _TRITON, _NUMBA = _ShapesOnly(), Products(), _Triton(), _Numba()
+
+
+def _indices(pattern: CSRPattern, transposed: bool) -> tuple[Tensor, Tensor]:
+    if transposed:
+        return pattern.t_row_offsets, pattern.t_columns
+    return pattern.row_offsets, pattern.columns
+
+
+def _matrix(offsets: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    return torch.sparse_csr_tensor(offsets, columns.int(), values, shape, check_invariants=False)
+
+
+@cache
+def _compiled() -> ModuleType | None:
+    """Returns the compiled kernels, or None where numba is missing; imported late, since that takes a second."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    return importlib.import_module("lightning_dynmo.nn._panel_kernels")
+
+
+def _compiled_or_fail() -> ModuleType:
+    kernels = _compiled()
+    assert kernels is not None
+    return kernels
+
+
+def _num_threads(work: int) -> int:
+    return max(1, min(torch.get_num_threads(), work // _LEAST_WORK))
+
+
+def _even(count: int, work: int) -> list[int]:
+    """Returns where the parts of a range begin, one for each thread, and where the last one ends."""
+    threads = _num_threads(work)
+    return [count * thread // threads for thread in range(threads + 1)]
+
+
+def _by_entries(offsets: Tensor, work: int) -> list[int]:
+    """Returns the same for rows, by the number of their entries."""
+    threads = _num_threads(work)
+    goals = torch.arange(1, threads) * (int(offsets[-1]) / threads)
+    return [0, *torch.searchsorted(offsets.double(), goals.double()).tolist(), len(offsets) - 1]
+
+
+def _run(kernel: Callable[..., None], tensors: tuple[Tensor, ...], bounds: list[int]) -> None:
+    """Calls a kernel once for each part of its rows, side by side."""
+    arrays: list[Any] = [tensor.detach().contiguous().numpy() for tensor in tensors]
+    parts = list(pairwise(bounds))
+    if len(parts) == 1:
+        kernel(*arrays, *parts[0])
+        return
+    with ThreadPoolExecutor(len(parts) - 1) as pool:
+        others = [pool.submit(kernel, *arrays, *part) for part in parts[1:]]
+        kernel(*arrays, *parts[0])
+        for other in others:
+            other.result()
