@@ -19,11 +19,13 @@ from lightning_dynmo.planning.loads import (
 from lightning_dynmo.planning.migration_cost import MigrationCost
 from lightning_dynmo.planning.prediction import Prediction, predict
 from lightning_dynmo.planning.problem import BalancingProblem, MemoryLimits
+from lightning_dynmo.planning.sparsity import CubicSparsity, num_kept
 
 __all__ = [
     "Assignment",
     "Balancer",
     "BalancingProblem",
+    "CubicSparsity",
     "Decision",
     "Diffusion",
     "DiffusionBalancer",
@@ -46,6 +48,7 @@ __all__ = [
     "initial_assignment",
     "load_values",
     "moves_between",
+    "num_kept",
     "predict",
     "speedup",
     "speedup_bound",
