@@ -36,6 +36,7 @@ from lightning_dynmo.pipeline.schedules import (
     nearest_num_microbatches,
     simulated_order,
 )
+from lightning_dynmo.pipeline.selection import select_largest, select_largest_by_gathering
 
 __all__ = [
     "SCHEDULES",
@@ -70,6 +71,8 @@ __all__ = [
     "owned_state_dict",
     "remote_gradients",
     "save_folder",
+    "select_largest",
+    "select_largest_by_gathering",
     "simulated_order",
     "split_batch",
     "store_of_this_attempt",
