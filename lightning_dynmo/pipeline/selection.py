@@ -223,11 +223,14 @@ def _count(weights: Sequence[Tensor], prefix: int, shift: int, num_bits: int) ->
     counts = torch.zeros(1 << _DIGIT, dtype=torch.int64)
     for weight in weights:
         own = torch.zeros_like(counts, device=weight.device)
-        for _, keys in _keys(weight, num_bits):
-            digits = keys >> shift
-            if shift < num_bits - _DIGIT:
-                digits = digits[digits >> _DIGIT == prefix] & ((1 << _DIGIT) - 1)
-            own += torch.bincount(digits, minlength=len(own))
+        if shift == num_bits - _DIGIT:
+            for _, keys in _keys(weight, num_bits):
+                found = torch.bincount(keys >> shift)
+                own[: len(found)] += found
+        else:  # few have the prefix, so these are counted at once
+            parts = [keys[keys >> shift + _DIGIT == prefix] for _, keys in _keys(weight, num_bits)]
+            if parts:
+                own += torch.bincount(torch.cat(parts) >> shift & (1 << _DIGIT) - 1, minlength=len(own))
         counts += own.cpu()
     return counts
 

@@ -103,22 +103,23 @@ def hand_cases(world_size: int) -> dict[str, Case]:
     }
 
 
-def _masks(rank: int, replicas: int, cases: dict[str, Case]) -> dict[str, tuple[dict[str, Tensor], ...]]:
+def _masks(rank: int, device: str, cases: dict[str, Case]) -> dict[str, list[dict[str, Tensor]]]:
     from lightning_dynmo.pipeline import create_groups, select_largest, select_largest_by_gathering
 
-    groups = create_groups(torch.distributed.get_world_size() // replicas, replicas, torch.device("cpu"))
+    groups = create_groups(torch.distributed.get_world_size(), 1, torch.device(device))
     found = {}
     for label, case in cases.items():
-        mine = case.of(groups.pp_rank)
+        mine = {name: weight.to(device) for name, weight in case.of(rank).items()}
         arguments = (mine, list(case.weights), case.num_kept, groups)
-        found[label] = (select_largest(*arguments), select_largest_by_gathering(*arguments))
+        both = select_largest(*arguments), select_largest_by_gathering(*arguments)
+        assert {mask.device.type for masks in both for mask in masks.values()} <= {device}
+        found[label] = [{name: mask.cpu() for name, mask in masks.items()} for masks in both]
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_masks_are_those_of_a_sort_wherever_the_weights_are(world_size: int) -> None:
+def check_masks(world_size: int, device: str) -> None:
     cases = hand_cases(world_size) | {f"random {seed}": random_case(seed, world_size) for seed in range(80)}
-    ranks = run_distributed(_masks, world_size, 1, cases)
+    ranks = run_distributed(_masks, world_size, device, cases)
     for label, case in cases.items():
         expected = by_sorting(case)
         for search, name in enumerate(("counting", "gathering")):
@@ -129,6 +130,16 @@ def test_masks_are_those_of_a_sort_wherever_the_weights_are(world_size: int) -> 
             for weight, mask in expected.items():
                 assert mask.dtype == torch.bool
                 assert torch.equal(masks[weight], mask), (label, name, weight)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_masks_are_those_of_a_sort_wherever_the_weights_are(world_size: int) -> None:
+    check_masks(world_size, "cpu")
+
+
+@pytest.mark.gpu
+def test_masks_on_a_gpu() -> None:
+    check_masks(1, "cuda")
 
 
 def test_the_cases_have_ties_that_are_cut_and_values_that_float32_does_not_tell_apart() -> None:
@@ -275,7 +286,7 @@ def test_algorithm_1_as_printed_prunes_every_rank_alike() -> None:
     weights = [torch.randn(100, 100, generator=generator) * scale for scale in scales]
     assert run_distributed(_with_printed_k, 4, weights, 0.9) == [0.1] * 4
     case = Case({f"rank {rank}": weight for rank, weight in enumerate(weights)}, range(4), num_kept(40_000, 0.9))
-    ranks = run_distributed(_masks, 4, 1, {"global": case})
+    ranks = run_distributed(_masks, 4, "cpu", {"global": case})
     densities = [ranks[rank]["global"][0][f"rank {rank}"].float().mean().item() for rank in range(4)]
     assert sum(densities) == pytest.approx(0.4)
     assert densities[1] > 0.3 > 0.1 > densities[0] > densities[3] > densities[2] == 0
