@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dynmo.planning import CubicSparsity, num_kept
@@ -51,6 +51,7 @@ def test_the_simulation_follows_the_same_schedule(num_prunings: int) -> None:
     assert schedule.sparsity(100 + 10 * num_prunings) == 0.8
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6), st.floats(0, 0.99), st.floats(0, 0.99))
 def test_sparsity_only_grows_and_ends_at_the_final_one(num_prunings: int, every: int, one: float, other: float) -> None:
     initial, final = sorted((one, other))
@@ -76,6 +77,7 @@ def test_kept_counts_are_exact_in_decimal() -> None:
     assert num_kept(6, 0.5) == 3
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**15), st.decimals(0, 1, places=6))
 def test_kept_counts_are_the_nearest(num_weights: int, sparsity: object) -> None:
     exact = num_weights * (1 - Fraction(str(sparsity)))
@@ -84,7 +86,7 @@ def test_kept_counts_are_the_nearest(num_weights: int, sparsity: object) -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    ("arguments", "text"),
     [
         ({"start_step": -1}, "start_step of at least 0, got -1"),
         ({"every_n_steps": 0}, "every_n_steps of at least 1, got 0"),
@@ -97,9 +99,9 @@ def test_kept_counts_are_the_nearest(num_weights: int, sparsity: object) -> None
         ({"initial_sparsity": -0.1}, "got -0.1"),
     ],
 )
-def test_checks_its_settings(settings: dict[str, float], text: str) -> None:
+def test_checks_its_settings(arguments: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        CubicSparsity(**settings)
+        CubicSparsity(**arguments)
 
 
 def test_checks_what_is_to_be_kept() -> None:
