@@ -37,7 +37,7 @@ from lightning_dynmo.pipeline.schedules import (
     nearest_num_microbatches,
     simulated_order,
 )
-from lightning_dynmo.pipeline.selection import select_largest
+from lightning_dynmo.pipeline.selection import select_largest, select_largest_by_gathering
 
 __all__ = [
     "SCHEDULES",
@@ -76,6 +76,7 @@ __all__ = [
     "remote_gradients",
     "save_folder",
     "select_largest",
+    "select_largest_by_gathering",
     "simulated_order",
     "split_batch",
     "store_of_this_attempt",

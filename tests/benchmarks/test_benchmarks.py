@@ -280,5 +280,29 @@ def test_memoryless(options: tuple[str, ...]) -> None:
     assert all(int(row["measured"]) == int(row["steps"]) for row in rows)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [(), ("--null",)])
+def test_threshold(options: tuple[str, ...]) -> None:
+    output = run_benchmark("threshold.py", *options)
+    rounds, ratios = tables_of(output)["Searches"], ratios_of(output)
+    expected = {
+        "gather_over_radix": median_quotient(rounds, "gather_ms", "radix_ms"),
+        "radix_over_abs_max": median_quotient(rounds, "radix_ms", "abs_max_ms"),
+        "radix_over_read": median_quotient(rounds, "radix_ms", "read_ms"),
+    }
+    most_bytes = max(column(rounds, "radix_bytes"))
+    if options:
+        assert most_bytes == pytest.approx(max(column(rounds, "gather_bytes")), rel=0.1)
+    else:
+        expected["radix_bytes_over_50_kb"] = most_bytes / 50_000
+        # Both are sums of messages whose sizes do not depend on the machine: 4 times 2 KB, and 4 bytes per magnitude.
+        assert 8_000 < most_bytes <= 50_000
+        kept = int(output.split(" are kept")[0].split()[-1].replace(",", ""))
+        assert min(column(rounds, "gather_bytes")) > 4 * kept
+    assert len(rounds) >= 5
+    assert ratios == pytest.approx(expected, rel=PRECISION)
+
+
 def quotient(row: dict[str, str], above: str, below: str) -> float:
     return float(row[above]) / float(row[below])
