@@ -36,7 +36,9 @@ def config_for(op: str, dtype: torch.dtype, device: torch.device) -> dict[str, i
     by_type = table[architecture][op]
     name = str(dtype).removeprefix("torch.")
     if name not in by_type:
-        raise TypeError(f"{op} expects values of type {', '.join(by_type)}, got {name}; convert with .to(torch.float32).")
+        raise TypeError(
+            f"{op} expects values of type {', '.join(by_type)}, got {name}; convert with .to(torch.float32)."
+        )
     return by_type[name]
 
 

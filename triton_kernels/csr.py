@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(row_offsets: Tensor, columns: Tensor, num_columns: int, *, order: Tensor | None = None) -> Rows:
-    """Returns the rows of a matrix with `num_columns` columns. Make them once for each pattern, not for each product."""
+    """Returns the rows of a matrix with so many columns. Make them once for each pattern, not for each product."""
     return Rows(row_offsets, columns, order, row_tasks(row_offsets, columns, num_columns))
 
 
@@ -47,7 +47,8 @@ def csr_spmm(values: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
         rows: Rows of the weight; those of its transpose give the product with the transpose.
         t_rows: Rows of the transpose. The values are in the order of one of the two, whose `order` is None.
     """
-    return _spmm_op(values, x, *rows, *t_rows)
+    product: Tensor = _spmm_op(values, x, *rows, *t_rows)
+    return product
 
 
 def csr_sddmm(g: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
@@ -61,7 +62,8 @@ def csr_sddmm(g: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
         rows: Rows of the weight [M, K], without `order`.
         t_rows: Rows of its transpose.
     """
-    return _sddmm_op(g, x, *rows, *t_rows)
+    products: Tensor = _sddmm_op(g, x, *rows, *t_rows)
+    return products
 
 
 @torch.library.custom_op("lightning_dynmo::csr_spmm", mutates_args=())

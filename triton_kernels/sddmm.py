@@ -49,7 +49,16 @@ def sddmm(row_offsets: Tensor, columns: Tensor, g: Tensor, x: Tensor, *, dense: 
         grid = (triton.cdiv(nnz, config["BLOCK_K"]),)
         steps = num_rows.bit_length()
         sddmm_kernel[grid](
-            row_offsets, columns, g.contiguous(), x.contiguous(), out, nnz, num_rows, num_tokens, steps, num_stages=1,
+            row_offsets,
+            columns,
+            g.contiguous(),
+            x.contiguous(),
+            out,
+            nnz,
+            num_rows,
+            num_tokens,
+            steps,
+            num_stages=1,
             **config,
         )
     return out
@@ -62,18 +71,18 @@ def dense_is_faster(density: float, dtype: torch.dtype) -> bool:
 
 @triton.jit
 def sddmm_kernel(
-    row_offsets,
-    columns,
-    g,
-    x,
-    out,
-    nnz,
-    num_rows,
-    num_tokens,
-    num_steps,
+    row_offsets: tl.tensor,
+    columns: tl.tensor,
+    g: tl.tensor,
+    x: tl.tensor,
+    out: tl.tensor,
+    nnz: tl.tensor,
+    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
+    num_steps: tl.tensor,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+) -> None:
     """Computes a block of entries, of whatever rows: all programs have the same to do, however long rows are."""
     entries = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     kept = entries < nnz
@@ -105,9 +114,7 @@ def _check(row_offsets: Tensor, columns: Tensor, g: Tensor, x: Tensor) -> None:
             "sddmm has no gradient, but g or x require one; call csr_sddmm, or sddmm under torch.no_grad()."
         )
     if g.dtype != x.dtype:
-        raise TypeError(
-            f"sddmm expects x of the type of g, {g.dtype}, got {x.dtype}; convert it with x.to({g.dtype})."
-        )
+        raise TypeError(f"sddmm expects x of the type of g, {g.dtype}, got {x.dtype}; convert it with x.to({g.dtype}).")
     if g.dim() != 2 or x.dim() != 2 or g.shape[1] != x.shape[1] or row_offsets.shape != (g.shape[0] + 1,):
         raise ValueError(
             f"sddmm expects g [M, N], x [K, N] and M + 1 row offsets, got g {list(g.shape)}, x {list(x.shape)} and row "

@@ -48,8 +48,8 @@ def spmm(
         columns: Column of each entry, ascending within a row, int16 or int32 [nnz].
         x: Activations [K, N], of the type of `values`.
         num_rows: M.
-        order: Row by row, the entries are ``values[order]``: with the transpose's offsets and columns, and the places of
-            its entries in `values`, this is the product with the transpose. int32 [nnz].
+        order: Row by row, the entries are ``values[order]``, int32 [nnz]: with offsets, columns and order of the
+            transpose, this is the product with the transpose.
         tasks: `row_tasks` of these rows. Made anew if None, which takes about as long as the product: keep it.
 
     Returns:
@@ -121,19 +121,19 @@ def num_panels(num_rows: int, num_columns: int, nnz: int) -> int:
 
 @triton.jit
 def spmm_kernel(
-    tasks,
-    values,
-    columns,
-    x,
-    partial,
-    out,
-    num_rows,
-    num_tokens,
+    tasks: tl.tensor,
+    values: tl.tensor,
+    columns: tl.tensor,
+    x: tl.tensor,
+    partial: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
     ADD: tl.constexpr,
     INDEX: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+) -> None:
     """Adds up one row's entries of a panel for one slice of tokens.
 
     Neighbouring programs have the same slice, so that they find it in the cache.

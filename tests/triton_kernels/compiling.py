@@ -1,6 +1,7 @@
 """Compiles every kernel of the table without a GPU, and says what each needs of it: python compiling.py.
 
-It prints a list in JSON. Not for a process in which TRITON_INTERPRET is set, which leaves nothing to compile.
+It prints them in JSON, and two that must not pass. Not for a process in which TRITON_INTERPRET is set, where there is
+nothing to compile.
 """
 
 from __future__ import annotations
@@ -85,5 +86,13 @@ def _cuobjdump(option: str, path: Path) -> str:
     return subprocess.run([tool, option, str(path)], check=True, capture_output=True, text=True).stdout
 
 
+def counterexamples() -> dict[str, dict[str, Any]]:
+    """Returns kernels that the checks must not let pass: more numbers than registers, and an N that is not even."""
+    first = next(variants())
+    crowded = {**first, "config": {"BLOCK_K": 64, "BLOCK_N": 128, "num_warps": 1}}
+    return {"crowded": compile_variant(crowded), "odd": compile_variant(first, aligned=False)}
+
+
 if __name__ == "__main__":
-    json.dump([compile_variant(variant) for variant in variants()], sys.stdout, indent=1)
+    report = {"table": [compile_variant(variant) for variant in variants()], **counterexamples()}
+    json.dump(report, sys.stdout, indent=1)

@@ -36,7 +36,9 @@ def require_kernels() -> torch.device:
 
 def masks() -> dict[str, Tensor]:
     """Returns what is kept of a weight of `SHAPE`, case by case."""
-    ragged = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.05, 0.95, SHAPE[0])[:, None]
+    ragged = (
+        torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.05, 0.95, SHAPE[0])[:, None]
+    )
     holes = ragged.clone()
     holes[[0, 3, 4, 8]] = False
     holes[:, [0, 5, 36]] = False

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.triton_kernels.broken import with_mistake
-from tests.triton_kernels.patterns import NUM_TOKENS, SHAPE, TOLERANCES, masks, pattern_of, relative_error, require_kernels
+from tests.triton_kernels.patterns import (
+    NUM_TOKENS,
+    SHAPE,
+    TOLERANCES,
+    masks,
+    pattern_of,
+    relative_error,
+    require_kernels,
+)
 
 DEVICE = require_kernels()
 
@@ -154,7 +162,7 @@ def test_errors_say_what_to_change() -> None:
         spmm(values, *indices, x.half(), SHAPE[0])
     with pytest.raises(TypeError, match=r"float32, float16, bfloat16, got float64"):
         spmm(values.double(), *indices, x.double(), SHAPE[0])
-    with pytest.raises(ValueError, match="11 row offsets, got .* row offsets .10.; take indices and values"):
+    with pytest.raises(ValueError, match=r"11 row offsets, got .* row offsets .10.; take indices and values"):
         spmm(values, *indices, x, SHAPE[0] + 1)
     with pytest.raises(ValueError, match="as many values as columns"):
         spmm(values[1:], *indices, x, SHAPE[0])
