@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lightning_dynmo.triton_kernels.csr import Rows
 
 _FOLDER = "lightning_dynmo.triton_kernels"
 
@@ -39,6 +36,16 @@ def spmm(
     return product
 
 
+def row_tasks(row_offsets: Tensor, columns: Tensor, num_columns: int) -> Tensor:
+    """Returns the `tasks` of `spmm`, which stay the same as long as the indices do: make them once.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+    """
+    tasks: Tensor = _load("spmm").row_tasks(row_offsets, columns, num_columns)
+    return tasks
+
+
 def sddmm(row_offsets: Tensor, columns: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Returns ``g[i] @ x[j]`` for each kept entry (i, j), the gradient of the values; see `triton_kernels/sddmm.py`.
 
@@ -47,26 +54,6 @@ def sddmm(row_offsets: Tensor, columns: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """
     products: Tensor = _load("sddmm").sddmm(row_offsets, columns, g, x)
     return products
-
-
-def make_rows(row_offsets: Tensor, columns: Tensor, num_columns: int, *, order: Tensor | None = None) -> Rows:
-    """Returns a matrix' rows with what the kernel does in which order: make them once for each pattern.
-
-    Raises:
-        RuntimeError: Triton is not installed.
-    """
-    rows: Rows = _load("csr").make_rows(row_offsets, columns, num_columns, order=order)
-    return rows
-
-
-def csr_spmm(values: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
-    """Multiplies a sparse weight by activations, differentiable in both; see `triton_kernels/csr.py`.
-
-    Raises:
-        RuntimeError: Triton is not installed.
-    """
-    product: Tensor = _load("csr").csr_spmm(values, x, rows, t_rows)
-    return product
 
 
 def _load(op: str) -> Any:

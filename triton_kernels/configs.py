@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import cache
 from importlib.resources import files
 
@@ -24,6 +25,7 @@ def config_for(op: str, dtype: torch.dtype, device: torch.device) -> dict[str, i
 
     Raises:
         TypeError: The kernels do not take this type.
+        ValueError: They do not run on this device.
     """
     table = config_table()
     architectures = sorted(table, key=_number)
@@ -31,7 +33,9 @@ def config_for(op: str, dtype: torch.dtype, device: torch.device) -> dict[str, i
         major, minor = torch.cuda.get_device_capability(device)
         older = [name for name in architectures if _number(name) <= 10 * major + minor]
         architecture = older[-1] if older else architectures[0]
-    else:  # Triton's interpreter
+    elif os.environ.get("TRITON_INTERPRET", "0") == "0":
+        raise ValueError(f"{op} expects tensors on a GPU, got {device}; move them with .to('cuda').")
+    else:
         architecture = architectures[-1]
     by_type = table[architecture][op]
     name = str(dtype).removeprefix("torch.")

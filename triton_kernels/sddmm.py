@@ -48,19 +48,20 @@ def sddmm(row_offsets: Tensor, columns: Tensor, g: Tensor, x: Tensor, *, dense: 
         config = config_for("sddmm", g.dtype, g.device)
         grid = (triton.cdiv(nnz, config["BLOCK_K"]),)
         steps = num_rows.bit_length()
-        sddmm_kernel[grid](
-            row_offsets,
-            columns,
-            g.contiguous(),
-            x.contiguous(),
-            out,
-            nnz,
-            num_rows,
-            num_tokens,
-            steps,
-            num_stages=1,
-            **config,
-        )
+        with torch.cuda.device_of(x):
+            sddmm_kernel[grid](
+                row_offsets.contiguous(),
+                columns.contiguous(),
+                g.contiguous(),
+                x.contiguous(),
+                out,
+                nnz,
+                num_rows,
+                num_tokens,
+                steps,
+                num_stages=1,
+                **config,
+            )
     return out
 
 

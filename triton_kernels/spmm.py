@@ -50,7 +50,7 @@ def spmm(
         num_rows: M.
         order: Row by row, the entries are ``values[order]``, int32 [nnz]: with offsets, columns and order of the
             transpose, this is the product with the transpose.
-        tasks: `row_tasks` of these rows. Made anew if None, which takes about as long as the product: keep it.
+        tasks: `row_tasks` of these rows. Made anew if None, by a dozen small operations: keep it.
 
     Returns:
         The product [M, N], of the type of `values`.
@@ -58,29 +58,37 @@ def spmm(
     _check(values, row_offsets, columns, x, num_rows)
     if tasks is None:
         tasks = row_tasks(row_offsets, columns, x.shape[0])
+    elif tasks.dim() != 3 or tasks.shape[1:] != (num_rows, 3):
+        raise ValueError(
+            f"spmm expects tasks [panels, {num_rows}, 3], got {list(tasks.shape)}; make them by row_tasks of the same "
+            "rows, again after a change of the pattern."
+        )
     # Gathered once: inside the kernel each slice of tokens would gather them again, and each of them costs 32 bytes of
     # bandwidth, a quarter of what its entry reads of x.
     values = values.contiguous() if order is None else values.index_select(0, order)
-    x = x.contiguous()
-    num_tokens = x.shape[1]
-    out = x.new_empty(num_rows, num_tokens)
-    if out.numel() == 0:
-        return out
+    out = x.new_empty(num_rows, x.shape[1])
+    if out.numel():
+        with torch.cuda.device_of(x):
+            _launch(tasks.contiguous(), values, columns.contiguous(), x.contiguous(), out)
+    return out
+
+
+def _launch(tasks: Tensor, values: Tensor, columns: Tensor, x: Tensor, out: Tensor) -> None:
+    num_rows, num_tokens = out.shape
     config = config_for("spmm", values.dtype, values.device)
     grid = (num_rows * triton.cdiv(num_tokens, config["BLOCK_N"]),)
     large = max(values.numel(), x.numel()) > _LARGEST_INT32_PLACE
-    last = tasks.shape[0] - 1
+    last = len(tasks) - 1
     # Sums of panels stay in float32 until the last one.
     partial = out if last == 0 or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     for panel, panel_tasks in enumerate(tasks):
-        target = out if panel == last else partial
         spmm_kernel[grid](
             panel_tasks,
             values,
             columns,
             x,
             partial,
-            target,
+            out if panel == last else partial,
             num_rows,
             num_tokens,
             ADD=panel > 0,
@@ -88,7 +96,6 @@ def spmm(
             num_stages=1,
             **config,
         )
-    return out
 
 
 def row_tasks(row_offsets: Tensor, columns: Tensor, num_columns: int) -> Tensor:

@@ -87,6 +87,14 @@ def test_two_runs_give_the_same_bits() -> None:
     assert torch.equal(*runs)
 
 
+def test_operands_need_not_be_contiguous() -> None:
+    pattern = pattern_of(masks()["rows of all lengths"], DEVICE)
+    arguments = [pattern.row_offsets, pattern.columns, *operands(torch.float32)]
+    strided = [torch.stack([tensor, -tensor], dim=-1)[..., 0] for tensor in arguments]
+    assert not any(tensor.is_contiguous() for tensor in strided)
+    assert torch.equal(sddmm(*strided, dense=False), sddmm(*arguments, dense=False))
+
+
 def test_what_no_entry_names_is_not_read() -> None:
     mask = masks()["empty rows and columns"]
     pattern = pattern_of(mask, DEVICE)

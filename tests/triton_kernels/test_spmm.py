@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_dynmo import _kernels
 from tests.triton_kernels.broken import with_mistake
 from tests.triton_kernels.patterns import (
     NUM_TOKENS,
@@ -19,6 +20,8 @@ from tests.triton_kernels.patterns import (
 DEVICE = require_kernels()
 
 from lightning_dynmo.triton_kernels import spmm as module  # noqa: E402
+from lightning_dynmo.triton_kernels.configs import config_for  # noqa: E402
+from lightning_dynmo.triton_kernels.sddmm import sddmm_reference  # noqa: E402
 from lightning_dynmo.triton_kernels.spmm import num_panels, row_tasks, spmm, spmm_reference  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -111,11 +114,13 @@ def test_what_no_entry_names_is_not_read() -> None:
     assert (out[(~mask.any(1)).to(DEVICE)] == 0).all()
 
 
-def test_activations_need_not_be_contiguous() -> None:
+def test_operands_need_not_be_contiguous() -> None:
     pattern = pattern_of(masks()["rows of all lengths"], DEVICE)
-    values, x = torch.randn(pattern.nnz, device=DEVICE), torch.randn(NUM_TOKENS, SHAPE[1], device=DEVICE).T
-    arguments = (values, pattern.row_offsets, pattern.columns)
-    assert torch.equal(spmm(*arguments, x, SHAPE[0]), spmm(*arguments, x.contiguous(), SHAPE[0]))
+    arguments = [torch.randn(pattern.nnz, device=DEVICE), pattern.row_offsets, pattern.columns]
+    x = torch.randn(SHAPE[1], NUM_TOKENS, device=DEVICE)
+    strided = [torch.stack([tensor, -tensor], dim=-1)[:, 0] for tensor in arguments]
+    assert not any(tensor.is_contiguous() for tensor in strided)
+    assert torch.equal(spmm(*strided, x.T.contiguous().T, SHAPE[0]), spmm(*arguments, x, SHAPE[0]))
 
 
 def test_places_beyond_32_bits() -> None:
@@ -130,6 +135,7 @@ def test_places_beyond_32_bits() -> None:
     assert (spmm(values, offsets, columns, x, 1) == 210).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # one of them reads what lies behind the values
 @pytest.mark.parametrize(
     ("mask", "right", "wrong"),
     [
@@ -154,6 +160,27 @@ def test_a_lost_panel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not error_of(spmm, mask, torch.bfloat16, 10) <= TOLERANCES[torch.bfloat16]
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
+def test_the_cpu_is_refused_outside_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = pattern_of(masks()["one entry"], DEVICE)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    config_for.cache_clear()
+    with pytest.raises(ValueError, match=r"spmm expects tensors on a GPU, got cpu; move them"):
+        spmm(torch.ones(1), pattern.row_offsets, pattern.columns, torch.ones(SHAPE[1], 4), SHAPE[0])
+
+
+def test_the_package_calls_the_kernels() -> None:
+    pattern = pattern_of(masks()["rows of all lengths"], DEVICE)
+    indices = (pattern.row_offsets, pattern.columns)
+    values, x = torch.randn(pattern.nnz, device=DEVICE), torch.randn(SHAPE[1], 16, device=DEVICE)
+    tasks = _kernels.row_tasks(*indices, SHAPE[1])
+    out = spmm(values, *indices, x, SHAPE[0])
+    assert torch.equal(_kernels.spmm(values, *indices, x, SHAPE[0]), out)
+    assert torch.equal(_kernels.spmm(values, *indices, x, SHAPE[0], tasks=tasks), out)
+    assert not torch.equal(_kernels.spmm(values, *indices, x, SHAPE[0], tasks=tasks[:, :1].expand_as(tasks)), out)
+    assert torch.equal(_kernels.sddmm(*indices, out, x), sddmm_reference(*indices, out, x))
+
+
 def test_errors_say_what_to_change() -> None:
     pattern = pattern_of(masks()["rows of all lengths"], DEVICE)
     values, x = torch.randn(pattern.nnz, device=DEVICE), torch.randn(SHAPE[1], NUM_TOKENS, device=DEVICE)
@@ -166,5 +193,7 @@ def test_errors_say_what_to_change() -> None:
         spmm(values, *indices, x, SHAPE[0] + 1)
     with pytest.raises(ValueError, match="as many values as columns"):
         spmm(values[1:], *indices, x, SHAPE[0])
+    with pytest.raises(ValueError, match=r"tasks .panels, 9, 3., got .1, 5, 3.; make them by row_tasks"):
+        spmm(values, *indices, x, SHAPE[0], tasks=row_tasks(*indices, SHAPE[1])[:, :5])
     with pytest.raises(RuntimeError, match="call csr_spmm"):
         spmm(values.requires_grad_(), *indices, x, SHAPE[0])
