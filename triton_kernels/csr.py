@@ -46,7 +46,18 @@ def csr_spmm(values: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
         x: Activations [K, N], of the type of `values`.
         rows: Rows of the weight; those of its transpose give the product with the transpose.
         t_rows: Rows of the transpose. The values are in the order of one of the two, whose `order` is None.
+
+    Returns:
+        The product [M, N], of the type of `values`.
+
+    Raises:
+        ValueError: Not exactly one of the two has an `order`.
     """
+    if (rows.order is None) == (t_rows.order is None):
+        raise ValueError(
+            f"csr_spmm expects an order in one of rows and t_rows, got it in {_with_order(rows, t_rows)}; make the "
+            "rows that the values are in with order=None, the others with the places of their entries among the values."
+        )
     product: Tensor = _spmm_op(values, x, *rows, *t_rows)
     return product
 
@@ -59,11 +70,24 @@ def csr_sddmm(g: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
     Args:
         g: Matrix [M, N], float32, float16 or bfloat16.
         x: Matrix [K, N], of the type of `g`.
-        rows: Rows of the weight [M, K], without `order`.
+        rows: Rows of the weight [M, K], whose `order` is None.
         t_rows: Rows of its transpose.
+
+    Raises:
+        ValueError: The order is not in `t_rows` alone.
     """
+    if rows.order is not None or t_rows.order is None:
+        raise ValueError(
+            f"csr_sddmm expects an order in t_rows alone, got it in {_with_order(rows, t_rows)}; make rows with "
+            "order=None, and t_rows with the places of the transpose's entries among those of the rows."
+        )
     products: Tensor = _sddmm_op(g, x, *rows, *t_rows)
     return products
+
+
+def _with_order(rows: Rows, t_rows: Rows) -> str:
+    names = [name for name, side in (("rows", rows), ("t_rows", t_rows)) if side.order is not None]
+    return " and ".join(names) or "neither"
 
 
 @torch.library.custom_op("lightning_dynmo::csr_spmm", mutates_args=())

@@ -126,6 +126,21 @@ def test_autocast_converts_both_and_gradients_come_back_in_float32(dtype: torch.
         assert relative_error(ours, right) <= 2 * TOLERANCES[torch.bfloat16]
 
 
+def test_rows_without_the_order_of_the_transpose_are_refused() -> None:
+    mask = masks()["rows of all lengths"]
+    rows, t_rows = rows_of(mask)
+    values, x, g = leaf(int(mask.sum())), leaf(SHAPE[1], 20), leaf(SHAPE[0], 20)
+    unordered = t_rows._replace(order=None)
+    with pytest.raises(ValueError, match="in one of rows and t_rows, got it in neither; make the rows that"):
+        csr_spmm(values, x, rows, unordered)
+    with pytest.raises(ValueError, match="in one of rows and t_rows, got it in rows and t_rows; make the rows that"):
+        csr_spmm(values, x, t_rows, t_rows)
+    with pytest.raises(ValueError, match="in t_rows alone, got it in rows; make rows"):
+        csr_sddmm(x, g, t_rows, rows)
+    with pytest.raises(ValueError, match="in t_rows alone, got it in neither; make rows"):
+        csr_sddmm(g, x, rows, unordered)
+
+
 def test_outside_of_autocast_types_must_agree() -> None:
     mask = masks()["rows of all lengths"]
     values, x = leaf(int(mask.sum())), leaf(SHAPE[1], 20, dtype=torch.bfloat16)
