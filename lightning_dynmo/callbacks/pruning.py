@@ -73,7 +73,7 @@ class GradualPruningCallback(DynamismCallback):
 
     @property
     def sparsity(self) -> float:
-        """Share of the weights that have been pruned so far, in ``[0, 1)``."""
+        """Share of the weights that the schedule has pruned so far, in ``[0, 1)``."""
         return self._sparsity
 
     @override
@@ -89,8 +89,8 @@ class GradualPruningCallback(DynamismCallback):
         if runtime is None and trainer.world_size > 1:
             if execution == "csr":
                 raise ValueError(
-                    f"execution='csr' needs DynMoStrategy or one device, since {type(trainer.strategy).__name__} expects "
-                    "parameters to keep their shapes. Use execution='dense'."
+                    f"execution='csr' needs DynMoStrategy or one device: {type(trainer.strategy).__name__} expects that "
+                    "parameters keep their shapes. Use execution='dense'."
                 )
             execution = "dense"
         found = prunable_weights(pl_module, layers_of(trainer, pl_module), self.include, self.exclude)
@@ -108,19 +108,20 @@ class GradualPruningCallback(DynamismCallback):
 
     @override
     def apply(self, trainer: Trainer, pl_module: LightningModule, step: int) -> bool:
-        if not self.schedule.prunes_at(step):
+        sparsity = self.schedule.sparsity(step)
+        if sparsity <= self._sparsity:  # else it is time, or was when nobody could, as before a resumed run began
             return False
         total = self._pruning.num_weights
-        kept = num_kept(total, self.schedule.sparsity(step))
+        kept = num_kept(total, sparsity)
         matrices = self._pruning.prune(kept, trainer.optimizers)
-        self._sparsity = 1 - kept / total
+        self._sparsity = sparsity
         self._compact = frozenset(name for name, matrix in matrices.items() if matrix.is_compact)
         densities = [matrix.density for matrix in matrices.values()]
         pl_module.print(
-            f"[dynmo] step {step}: {total - kept:,} of {total:,} weights are pruned ({self._sparsity:.1%}); matrices "
+            f"[dynmo] step {step}: {total - kept:,} of {total:,} weights are pruned ({sparsity:.1%}); matrices "
             f"keep {min(densities):.1%} to {max(densities):.1%}; {len(self._compact)} of {len(matrices)} run sparse"
         )
-        pl_module.log("dynmo/pruning/sparsity", self._sparsity)
+        pl_module.log("dynmo/pruning/sparsity", 1 - kept / total)
         pl_module.log("dynmo/pruning/num_sparse_matrices", float(len(self._compact)))
         return True
 
@@ -165,7 +166,9 @@ def prunable_weights(
         if include is None and kind not in repeated:
             continue
         for part in layer.modules():
-            if type(part) in (nn.Linear, SparseLinear) and holders[id(part.weight)] == users[id(part)] == 1:
+            if not isinstance(part, nn.Linear) or type(part) not in (nn.Linear, SparseLinear):
+                continue
+            if holders[id(part.weight)] == users[id(part)] == 1:
                 found[names[id(part.weight)]] = (index, part)
     for pattern in include or ():
         if not any(fnmatchcase(name, pattern) for name in found):
@@ -181,8 +184,8 @@ def prunable_weights(
     }
     if not chosen:
         raise ValueError(
-            f"{type(module).__name__} has no weight to prune: only those of nn.Linear modules in its layers can be, and "
-            f"exclude={list(exclude)} leaves none of {enumerate_names(list(found)) or 'these'}. Name some in include."
+            f"{type(module).__name__} has no weight to prune. Those of nn.Linear modules in its layers can be: "
+            f"{enumerate_names(list(found)) or 'none'}, less exclude={list(exclude)}. Name some in include."
         )
     return chosen
 

@@ -28,8 +28,8 @@ class SparseLinear(nn.Linear):
     rows. Mask and indices are buffers, so they travel when the layer moves, and are in no ``state_dict``: that has the
     dense matrix in all three forms, so a checkpoint does not show which one the run was in.
 
-    In a ``state_dict`` pruned entries are 0.0 and kept ones that happen to be zero are -0.0; this is how `restore` finds
-    out again what was pruned.
+    In a ``state_dict`` pruned entries are 0.0, and kept ones that happen to be zero are -0.0; this is how `restore`
+    finds out again what was pruned.
 
     Args:
         in_features: As for ``nn.Linear``.
@@ -171,11 +171,11 @@ class SparseLinear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """Makes the layer an ``nn.Linear`` again, with the dense weight: the same object. Not for training."""
         self._become_dense(self.dense_weight())
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = nn.Linear
         return self
 
     def _change(self, change: Callable[[Tensor], Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Applies a change to the weight and to all that optimizers keep in its shape; what they keep else they lose."""
+        """Applies a change to the weight and to what optimizers keep in its shape; where that has others, it is lost."""
         weight, shape = self.weight, self.weight.shape
         for optimizer in optimizers:
             state = optimizer.state.get(weight, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -23,7 +24,7 @@ _DIGIT = 16
 
 
 def select_largest(
-    candidates: Mapping[str, Tensor], order: Sequence[str], num_kept: int, groups: PipelineGroups
+    candidates: Mapping[str, Tensor], order: Sequence[str], num_kept: int, groups: PipelineGroups | None
 ) -> dict[str, Tensor]:
     """Returns which entries are among the `num_kept` largest magnitudes of all ranks' candidates.
 
@@ -44,7 +45,7 @@ def select_largest(
         candidates: This rank's weights by name, of any shape and floating point dtype; may be empty.
         order: Names of all ranks' candidates in model order, the same on every rank.
         num_kept: How many entries to keep, the same on every rank.
-        groups: Process groups of this rank.
+        groups: Process groups of this rank; None where it has all weights, without a pipeline.
 
     Returns:
         For each of this rank's candidates a bool tensor of its shape, true for what is kept.
@@ -92,34 +93,45 @@ class _Threshold:
     tied: int
 
 
-_Search = Callable[[Sequence[Tensor], int, int, PipelineGroups], _Threshold]
+_Search = Callable[[Sequence[Tensor], int, int, PipelineGroups | None], _Threshold]
 """Finds the n-th largest magnitude of all ranks' weights, from weights, n and the bits of a key."""
 
 
 def _select(
-    candidates: Mapping[str, Tensor], order: Sequence[str], num_kept: int, groups: PipelineGroups, search: _Search
+    candidates: Mapping[str, Tensor],
+    order: Sequence[str],
+    num_kept: int,
+    groups: PipelineGroups | None,
+    search: _Search,
 ) -> dict[str, Tensor]:
-    with torch.no_grad(), groups.guard("selection of the largest weights"):
+    guard = nullcontext() if groups is None else groups.guard("selection of the largest weights")
+    with torch.no_grad(), guard:
         num_bits = _check(candidates, order, num_kept, groups)
         weights = {name: candidates[name] for name in order if name in candidates}
         masks = {
             name: torch.zeros(weight.shape, dtype=torch.bool, device=weight.device) for name, weight in weights.items()
         }
         total = _check_held_once(weights, order, num_kept, groups)
-        if groups.dp_rank == 0 and total:
+        if total and (groups is None or groups.dp_rank == 0):
             place = max(num_kept, 1)  # where none is kept, none of those at the largest magnitude is
             threshold = search(list(weights.values()), place, num_bits, groups)
             _keep(masks, weights, threshold, num_bits)
             kept_ties = threshold.rank - (place - num_kept)
             if kept_ties < threshold.tied:
                 _drop_ties(masks, weights, order, threshold.key, kept_ties, num_bits, groups)
-        _share_with_replicas(masks, groups)
+        if groups is not None and groups.dp_size > 1:
+            _share_with_replicas(masks, groups)
     return masks
 
 
-def _check(candidates: Mapping[str, Tensor], order: Sequence[str], num_kept: int, groups: PipelineGroups) -> int:
+def _check(candidates: Mapping[str, Tensor], order: Sequence[str], num_kept: int, groups: PipelineGroups | None) -> int:
     """Checks what each rank passes, on all ranks together, and returns the bits of a key: 64 if any weight has them."""
     problem = _problem_of(candidates, order, num_kept)
+    is_wide = any(weight.dtype == torch.float64 for weight in candidates.values())
+    if groups is None:
+        if problem:
+            raise ValueError(f"Cannot select the largest weights: {problem}.")
+        return 64 if is_wide else 32
     asked = _digest_of([num_kept, *order])
     layout = _digest_of([(name, list(candidates[name].shape), candidates[name].dtype) for name in sorted(candidates)])
     if groups.dp_size > 1:
@@ -130,7 +142,6 @@ def _check(candidates: Mapping[str, Tensor], order: Sequence[str], num_kept: int
                 f"the weights that rank {groups.global_rank} passed differ in name, shape or dtype from those of its "
                 "replicas; move layers and prune on all replicas at the same steps"
             )
-    is_wide = any(weight.dtype == torch.float64 for weight in candidates.values())
     facts = torch.tensor([asked, -asked, bool(problem), is_wide])
     dist.all_reduce(facts, dist.ReduceOp.MAX, group=groups.world)
     largest, least, any_problem, any_wide = (facts * torch.tensor([1, -1, 1, 1])).tolist()
@@ -189,7 +200,9 @@ def _digest_of(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
 
 
-def _check_held_once(weights: Mapping[str, Tensor], order: Sequence[str], num_kept: int, groups: PipelineGroups) -> int:
+def _check_held_once(
+    weights: Mapping[str, Tensor], order: Sequence[str], num_kept: int, groups: PipelineGroups | None
+) -> int:
     """Checks that each weight is on one rank of the pipeline, and returns the number of entries of all."""
     facts = torch.tensor([*(name in weights for name in order), sum(weight.numel() for weight in weights.values())])
     *holders, total = _summed(facts.long(), groups).tolist()
@@ -207,7 +220,7 @@ def _check_held_once(weights: Mapping[str, Tensor], order: Sequence[str], num_ke
     return int(total)
 
 
-def _search(weights: Sequence[Tensor], place: int, num_bits: int, groups: PipelineGroups) -> _Threshold:
+def _search(weights: Sequence[Tensor], place: int, num_bits: int, groups: PipelineGroups | None) -> _Threshold:
     """Finds a threshold by counting; see [Note: exact selection by counting]."""
     key, rank, tied = 0, place, 0
     for shift in range(num_bits - _DIGIT, -1, -_DIGIT):
@@ -244,8 +257,11 @@ def _descend(counts: Tensor, rank: int) -> tuple[int, int, int]:
     return len(counts) - 1 - place, rank - int(reached[place]) + within, within
 
 
-def _search_by_gathering(weights: Sequence[Tensor], place: int, num_bits: int, groups: PipelineGroups) -> _Threshold:
+def _search_by_gathering(
+    weights: Sequence[Tensor], place: int, num_bits: int, groups: PipelineGroups | None
+) -> _Threshold:
     """Finds a threshold on the first rank, to which the others send their largest magnitudes."""
+    assert groups is not None
     dtype = torch.int32 if num_bits == 32 else torch.int64
     keys = torch.cat(
         [torch.empty(0, dtype=dtype), *(part.cpu() for each in weights for _, part in _keys(each, num_bits))]
@@ -284,7 +300,7 @@ def _drop_ties(
     key: int,
     num_kept: int,
     num_bits: int,
-    groups: PipelineGroups,
+    groups: PipelineGroups | None,
 ) -> None:
     """Sets masks to false at the threshold, but for the first `num_kept` entries there, in order."""
     mine = {
@@ -305,8 +321,6 @@ def _drop_ties(
 
 def _share_with_replicas(masks: Mapping[str, Tensor], groups: PipelineGroups) -> None:
     """Gives all replicas the masks of the first, eight entries to a byte."""
-    if groups.dp_size == 1:
-        return
     source = dist.get_global_rank(groups.counterparts, 0)
     for mask in masks.values():
         if mask.numel():
@@ -325,7 +339,8 @@ def _keys(weight: Tensor, num_bits: int) -> Iterator[tuple[int, Tensor]]:
         yield start, piece.view(integer) & ((1 << num_bits - 1) - 1)  # without the sign
 
 
-def _summed(counts: Tensor, groups: PipelineGroups) -> Tensor:
+def _summed(counts: Tensor, groups: PipelineGroups | None) -> Tensor:
     """Returns the sum over the ranks of the pipeline, in place."""
-    dist.all_reduce(counts, group=groups.control)
+    if groups is not None:
+        dist.all_reduce(counts, group=groups.control)
     return counts

@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
-from lightning_dynmo import GPT, GradualPruningCallback
-from lightning_dynmo.callbacks.pruning import prunable_weights
+from lightning_dynmo import GradualPruningCallback
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fitting import QUIET, ForcedMoves, SaveAtEnd, differences
 from tests.helpers.models import TinyGPT, token_loader

@@ -45,12 +45,12 @@ def test_a_subclass_of_linear_is_refused() -> None:
     class Other(nn.Linear):
         pass
 
-    with pytest.raises(TypeError, match="Expected an nn.Linear, got a Other"):
+    with pytest.raises(TypeError, match=r"Expected an nn\.Linear, got a Other"):
         SparseLinear.from_linear(Other(2, 2))
 
 
 def test_a_layer_that_was_not_pruned_cannot_be_compact() -> None:
-    with pytest.raises(RuntimeError, match="Call prune\\(\\) before compact\\(\\)"):
+    with pytest.raises(RuntimeError, match=r"Call prune\(\) before compact\(\)"):
         SparseLinear(2, 2).compact()
 
 

@@ -1,0 +1,175 @@
+"""Gradual pruning beside other parts of Lightning, which weights it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+
+from lightning_dynmo import GPT, GradualPruningCallback
+from lightning_dynmo.callbacks.pruning import prunable_weights
+from lightning_dynmo.module import pipeline_layers
+from lightning_dynmo.nn import SparseLinear
+from tests.helpers.distributed import run_distributed
+from tests.helpers.fitting import QUIET, differences
+from tests.helpers.models import TinyGPT, token_loader
+
+
+def names(model: LightningModule, **options: Any) -> list[str]:
+    return list(prunable_weights(model, pipeline_layers(model), **options))
+
+
+def test_blocks_are_pruned_and_neither_embedding_nor_head() -> None:
+    found = names(TinyGPT(num_blocks=2))
+    assert found == [
+        f"blocks.{index}.{part}.weight" for index in range(2) for part in ("attention", "out", "mlp.1", "mlp.3")
+    ]
+    assert names(GPT(num_blocks=2)) == [
+        f"layers.{index}.{part}.weight"
+        for index in (1, 2)
+        for part in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+    ]
+
+
+def test_patterns_choose_weights() -> None:
+    model = TinyGPT(num_blocks=2)
+    assert names(model, include=["*.mlp.1.*", "head.1.weight"]) == [
+        "blocks.0.mlp.1.weight",
+        "blocks.1.mlp.1.weight",
+        "head.1.weight",
+    ]
+    assert names(model, exclude=["*mlp*", "*attention*"]) == ["blocks.0.out.weight", "blocks.1.out.weight"]
+
+
+def test_patterns_that_fit_nothing_are_refused() -> None:
+    model = TinyGPT(num_blocks=1)
+    with pytest.raises(
+        ValueError, match=r"The pattern 'blocks\.\*\.norm\.\*' of include fits no weight of an nn\.Linear"
+    ):
+        names(model, include=["blocks.*.norm.*"])
+    with pytest.raises(ValueError, match=r"TinyGPT has no weight to prune\. .*Name some in include"):
+        names(model, exclude=["*"])
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.gate, self.gate_proj = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate_proj(x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+        self.blocks[1].gate_proj.weight = self.blocks[0].gate_proj.weight
+
+
+def test_routers_and_shared_weights_are_left_alone() -> None:
+    model = Tied()
+    with pytest.raises(ValueError, match="has no weight to prune"):
+        prunable_weights(model, list(model.blocks))
+    model.blocks[1].gate_proj = nn.Linear(4, 4)
+    assert list(prunable_weights(model, list(model.blocks))) == [
+        "blocks.0.gate_proj.weight",
+        "blocks.1.gate_proj.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"execution": "sparse"}, "Expected execution to be 'auto', 'dense' or 'csr', got 'sparse'"),
+        ({"final_sparsity": 1.0}, r"Expected final_sparsity in \[0, 1\), got 1\.0"),
+        ({"end_step": 6500}, "a multiple of every_n_steps=1000"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradualPruningCallback(**options)
+
+
+def test_averages_of_weights_are_refused() -> None:
+    callbacks = [EMAWeightAveraging(), GradualPruningCallback()]
+    runner = Trainer(devices=1, max_steps=1, callbacks=callbacks, **QUIET)
+    with pytest.raises(ValueError, match="EMAWeightAveraging and GradualPruningCallback do not go together"):
+        runner.fit(TinyGPT(num_blocks=1), token_loader(16, 4))
+
+
+def fit(rank: int, options: dict[str, Any], extra: str, execution: str) -> dict[str, Any]:
+    """Trains 12 steps of which two prune, with something else at the same time; then tests and trains on."""
+    from lightning_dynmo import DynMoStrategy, LayerFreezingCallback
+
+    seed_everything(3, verbose=False)
+    model = TinyGPT(num_blocks=4)
+    pruning = GradualPruningCallback(2, 6, 2, 0.0, 0.75, execution=execution)
+    callbacks: list[Any] = [pruning]
+    if extra == "freezing":
+        callbacks.append(LayerFreezingCallback(start_step=3, every_n_steps=4))
+    world_size = int(os.environ["WORLD_SIZE"])
+    strategy: Any = DynMoStrategy(num_microbatches=4) if extra != "ddp" else "ddp"
+    runner = Trainer(devices=world_size, strategy=strategy, max_steps=12, callbacks=callbacks, **{**QUIET, **options})
+    runner.fit(model, token_loader(12 * 16, 16))
+    tested = runner.test(model, token_loader(32, 16, seed=2), verbose=False)[0]["test_loss"]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    again = Trainer(
+        devices=world_size,
+        strategy=DynMoStrategy(num_microbatches=4) if extra != "ddp" else "ddp",
+        max_steps=3,
+        callbacks=[GradualPruningCallback(1, 3, 1, 0.8, 0.9, execution=execution)],
+        **{**QUIET, **options},
+    )
+    again.fit(model, token_loader(12 * 16, 16))
+    return {
+        "losses": model.losses,
+        "test_loss": tested,
+        "weights": weights,
+        "later": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "sparse": sum(part.is_compact for part in model.modules() if isinstance(part, SparseLinear)),
+    }
+
+
+def share_of_zeros(weights: dict[str, Tensor]) -> float:
+    matrices = [value for name, value in weights.items() if name.startswith("blocks") and value.dim() == 2]
+    return sum(int((value == 0).sum()) for value in matrices) / sum(value.numel() for value in matrices)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "extra", "tolerance"),
+    [
+        ({}, "freezing", 1e-4),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, "", 1e-4),
+        ({"precision": "bf16-mixed"}, "", 5e-2),
+    ],
+)
+def test_together_with(options: dict[str, Any], extra: str, tolerance: float) -> None:
+    masked, compact = (
+        run_distributed(fit, 2, options, extra, execution, timeout_s=120) for execution in ("dense", "csr")
+    )
+    for ranks in (masked, compact):
+        assert differences(ranks[0]["weights"], ranks[1]["weights"]) == []
+        assert share_of_zeros(ranks[0]["weights"]) == pytest.approx(0.75, abs=1e-3)
+        assert share_of_zeros(ranks[0]["later"]) == pytest.approx(0.9, abs=1e-3)
+        for name, value in ranks[0]["weights"].items():  # what was pruned stays so in the next run
+            if name.startswith("blocks") and value.dim() == 2:
+                assert (ranks[0]["later"][name][value == 0] == 0).all()
+    assert (masked[0]["sparse"], compact[0]["sparse"]) == (0, 16)
+    losses = torch.tensor(masked[-1]["losses"]) - torch.tensor(compact[-1]["losses"])
+    assert losses.abs().max() < tolerance
+    assert abs(masked[0]["test_loss"] - compact[0]["test_loss"]) < tolerance
+
+
+@pytest.mark.distributed
+def test_under_ddp_zeros_stay_in_place() -> None:
+    ranks = run_distributed(fit, 2, {}, "ddp", "auto", timeout_s=120, init_process_group=False)
+    assert differences(ranks[0]["weights"], ranks[1]["weights"]) == []
+    assert share_of_zeros(ranks[0]["weights"]) == pytest.approx(0.75, abs=1e-3)
+    assert ranks[0]["sparse"] == 0
