@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +15,7 @@ _FOLDER = "lightning_dynmo.triton_kernels"
 
 def available(device: torch.device) -> bool:
     """Returns whether the kernels run on a device: a GPU, with Triton installed."""
-    return device.type == "cuda" and find_spec("triton") is not None and find_spec(_FOLDER) is not None
+    return device.type == "cuda" and _installed()
 
 
 def spmm(
@@ -54,6 +55,11 @@ def sddmm(row_offsets: Tensor, columns: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """
     products: Tensor = _load("sddmm").sddmm(row_offsets, columns, g, x)
     return products
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None and find_spec(_FOLDER) is not None
 
 
 def _load(op: str) -> Any:

@@ -44,5 +44,8 @@ def test_the_package_works_without_triton() -> None:
     assert error.endswith('pip install "lightning-dynmo[triton]"')
 
 
-def test_the_cpu_has_no_kernels() -> None:
+@pytest.mark.skipif(find_spec("lightning_dynmo.triton_kernels") is None, reason="needs pip install -e .")
+@pytest.mark.skipif(find_spec("triton") is None, reason='needs Triton: pip install "lightning-dynmo[triton]"')
+def test_gpus_have_kernels_and_the_cpu_has_none() -> None:
+    assert _kernels.available(torch.device("cuda", 1))
     assert not _kernels.available(torch.device("cpu"))
