@@ -89,8 +89,8 @@ class GradualPruningCallback(DynamismCallback):
         if runtime is None and trainer.world_size > 1:
             if execution == "csr":
                 raise ValueError(
-                    f"execution='csr' needs DynMoStrategy or one device: {type(trainer.strategy).__name__} expects that "
-                    "parameters keep their shapes. Use execution='dense'."
+                    "execution='csr' needs DynMoStrategy or one device, since parameters keep their shapes under "
+                    f"{type(trainer.strategy).__name__}. Use execution='dense'."
                 )
             execution = "dense"
         found = prunable_weights(pl_module, layers_of(trainer, pl_module), self.include, self.exclude)

@@ -171,11 +171,11 @@ class SparseLinear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """Makes the layer an ``nn.Linear`` again, with the dense weight: the same object. Not for training."""
         self._become_dense(self.dense_weight())
-        self.__class__ = nn.Linear
+        self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
     def _change(self, change: Callable[[Tensor], Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Applies a change to the weight and to what optimizers keep in its shape; where that has others, it is lost."""
+        """Applies a change to the weight and to optimizer state of its shape; where state has other shapes, it goes."""
         weight, shape = self.weight, self.weight.shape
         for optimizer in optimizers:
             state = optimizer.state.get(weight, {})
@@ -212,7 +212,7 @@ class SparseLinear(nn.Linear):
         if f"{prefix}weight" in state_dict and (self.mask is not None or self.columns is not None):
             # What was pruned there may be something else.
             self._become_dense(self.weight.new_empty(self.out_features, self.in_features))
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class _KeptGradient(torch.autograd.Function):
