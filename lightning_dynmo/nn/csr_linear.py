@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -36,6 +35,7 @@ def csr_linear(x: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | No
 
     Raises:
         ValueError: If shapes, dtypes or devices do not go together.
+        RuntimeError: In the backward, if it is to be differentiated in turn.
     """
     x, values, bias = _in_autocast(x, values, bias)
     _check(x, values, pattern, bias)
@@ -155,7 +155,6 @@ class _Pack(torch.autograd.Function):
         return products.pack(tokens)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.products.unpack(gradients[0], ctx.num_tokens), None
@@ -172,7 +171,6 @@ class _Product(torch.autograd.Function):
         return products.multiply(values, pattern, panels, transposed=False)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (values,) = ctx.saved_tensors
@@ -192,7 +190,6 @@ class _Values(torch.autograd.Function):
         return values.new_zeros(()).expand(shape)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (panels,) = ctx.saved_tensors
@@ -217,9 +214,13 @@ class _Unpack(torch.autograd.Function):
         return products.unpack(product, num_tokens, bias)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Expected to compute gradients only, but create_graph=True asks for a graph of the backward, which sparse "
+                "layers do not have. Compute the second derivative with a dense layer, or leave create_graph out."
+            )
         of_product, of_shared, of_rows = ctx.needs_input_grad[:3]
         packed = ctx.products.pack(gradients[0]) if of_product or of_shared else None
         return (
