@@ -218,8 +218,8 @@ class _Unpack(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "Expected to compute gradients only, but create_graph=True asks for a graph of the backward, which sparse "
-                "layers do not have. Compute the second derivative with a dense layer, or leave create_graph out."
+                "Expected to compute gradients only, but create_graph=True asks for a graph of the backward, which "
+                "sparse layers do not have. Use a dense layer for second derivatives, or leave create_graph out."
             )
         of_product, of_shared, of_rows = ctx.needs_input_grad[:3]
         packed = ctx.products.pack(gradients[0]) if of_product or of_shared else None
