@@ -1,7 +1,6 @@
 """Layers to build pipelines from. Needs torch only, so they can be used without Lightning."""
 
 from lightning_dynmo.nn.csr import CSRPattern
-from lightning_dynmo.nn.csr_linear import csr_linear
 from lightning_dynmo.nn.emulated import EmulatedLayer
 from lightning_dynmo.nn.gpt import (
     MLP,
@@ -28,6 +27,5 @@ __all__ = [
     "MLPBlock",
     "Positions",
     "TokenEmbedding",
-    "csr_linear",
     "gpt_layers",
 ]

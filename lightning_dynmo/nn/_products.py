@@ -17,7 +17,8 @@ from typing_extensions import override
 from lightning_dynmo._torch import FakeTensor
 from lightning_dynmo.nn.csr import CSRPattern
 
-_LEAST_WORK = 500_000  # multiplications or numbers moved for which a thread is worth starting
+_LEAST_WORK = 250_000  # numbers moved in about the time of two threads' starts: each thread has that much to do
+_PER_ENTRY = 4  # numbers that could be moved while an entry meets a panel
 
 
 def products_for(tokens: Tensor) -> Products:
@@ -131,17 +132,16 @@ class _Numba(Products):
             _run(kernels.take, (values, pattern.t_order, ordered), _even(pattern.nnz, pattern.nnz))
             values = ordered
         result = panels.new_empty(len(panels), len(offsets) - 1, kernels.WIDTH)
-        work = pattern.nnz * panels.shape[0] * kernels.WIDTH
+        work = _PER_ENTRY * pattern.nnz * len(panels)
         _run(kernels.multiply, (values, offsets, columns, panels, result), _by_entries(offsets, work))
         return result
 
     @override
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
-        kernels = _compiled_or_fail()
         offsets, columns = _indices(pattern, False)
         result = left.new_empty(pattern.nnz)
-        work = pattern.nnz * left.shape[0] * kernels.WIDTH
-        _run(kernels.sample, (offsets, columns, left, right, result), _by_entries(offsets, work))
+        work = _PER_ENTRY * pattern.nnz * len(left)
+        _run(_compiled_or_fail().sample, (offsets, columns, left, right, result), _by_entries(offsets, work))
         return result
 
 

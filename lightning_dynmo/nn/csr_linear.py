@@ -44,8 +44,7 @@ def csr_linear(x: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | No
         x, values, bias = x.float(), values.float(), None if bias is None else bias.float()
     num_rows, num_columns = pattern.shape
     tokens = x.reshape(x.shape[:-1].numel(), num_columns)
-    products = products_for(x)
-    return _linear(tokens, values, pattern, bias, products).to(dtype).reshape(*x.shape[:-1], num_rows)
+    return _uncompiled(tokens, values, pattern, bias).to(dtype).reshape(*x.shape[:-1], num_rows)
 
 
 def time_executions(pattern: CSRPattern, values: Tensor, num_tokens: int, *, repetitions: int = 3) -> dict[str, float]:
@@ -125,14 +124,14 @@ def _check(x: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | None) 
             )
 
 
-def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | None, products: Products) -> Tensor:
+def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | None) -> Tensor:
     """Puts the product together from nodes of the graph, each of which has one gradient to compute.
 
     A node cannot know for which of its inputs a gradient is wanted, only which may want one. So the input's gradient
     is one node's, the values' another's, beside it, and what both need, the packed gradient, is that of the node where
     they meet.
     """
-    num_tokens, shared = len(tokens), None
+    products, num_tokens, shared = products_for(tokens), len(tokens), None
     panels = _Pack.apply(tokens, products)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and values.requires_grad:
         shape = (*panels.shape[:1], pattern.shape[0], *panels.shape[2:])
@@ -143,6 +142,10 @@ def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | 
     bias = None if bias is None else bias.detach()
     result: Tensor = _Unpack.apply(product, shared, rows, bias, num_tokens, products)  # type: ignore[no-untyped-call]
     return result
+
+
+# torch.compile cannot look into what numba compiles: it takes what is around it.
+_uncompiled: Callable[..., Tensor] = torch.compiler.disable(_linear)
 
 
 class _Pack(torch.autograd.Function):

@@ -296,6 +296,19 @@ def test_with_activation_checkpointing(use_reentrant: bool) -> None:
         assert torch.equal(leaf.grad, expected)
 
 
+def test_within_a_compiled_function() -> None:
+    pattern, x, values, bias, gradient = layer_of(MASKS["half"], (70,))
+    x.requires_grad_()
+
+    def function(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        return csr_linear(x.sin(), values, pattern, bias).cos()
+
+    expected = torch.autograd.grad(function(x, values, bias), [x, values, bias], gradient)
+    compiled = torch.compile(function, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x, values, bias), [x, values, bias], gradient)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_twice_in_one_graph_and_changed_in_place_afterwards() -> None:
     mask = mask_of(40, 40, 0.3)
     pattern, x, values, bias, gradient = layer_of(mask, (70,))
