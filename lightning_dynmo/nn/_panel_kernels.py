@@ -212,7 +212,8 @@ def take(values: Any, order: Any, out: Any, begin: int, end: int) -> None:
 @_compile
 def _parts(offsets: Any, columns: Any, num_columns: int, first: int, last: int) -> Any:
     """Returns where each row's entries of each part of the columns begin, ``[parts + 1, last - first]``."""
-    narrow = (offsets[last] - offsets[first]) * _NARROW >= _FEWEST * num_columns * (last - first)
+    # Decided for all rows alike: parts change the order of sums, which must not depend on who computes which rows.
+    narrow = offsets[-1] * _NARROW >= _FEWEST * num_columns * (len(offsets) - 1)
     width = _NARROW if narrow else _WIDE
     num_parts = -(-num_columns // width)
     starts = np.empty((num_parts + 1, last - first), np.int32)

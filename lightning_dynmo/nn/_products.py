@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dynmo import _kernels
 from lightning_dynmo._torch import FakeTensor
 from lightning_dynmo.nn.csr import CSRPattern
 
-_LEAST_WORK = 500_000  # multiplications or numbers moved for which a thread is worth starting
+_LEAST_WORK = 250_000  # numbers moved in about the time of two threads' starts: each thread has that much to do
+_PER_ENTRY = 4  # numbers that could be moved while an entry meets a panel
 
 
 def products_for(tokens: Tensor) -> Products:
     """Returns what computes with these activations."""
     if isinstance(tokens, FakeTensor) or tokens.is_meta:
         return _SHAPES
-    if tokens.is_cuda:
-        from lightning_dynmo import _kernels
-
-        return _TRITON if _kernels.available(tokens.device) else _TORCH
+    if tokens.is_cuda:  # the kernels know no float64
+        return _TRITON if _kernels.available(tokens.device) and tokens.dtype is not torch.float64 else _TORCH
     return _TORCH if _compiled() is None else _NUMBA
 
 
@@ -81,23 +81,25 @@ class _ShapesOnly(Products):
 
 
 class _Triton(Products):
-    """By the kernels for GPUs."""
+    """By the kernels for GPUs, which load wide where there are tokens in sixteens."""
+
+    @override
+    def pack(self, tokens: Tensor) -> Tensor:
+        return torch.nn.functional.pad(tokens.t(), (0, -len(tokens) % 16)).contiguous()[None]
+
+    @override
+    def unpack(self, panels: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
+        return super().unpack(panels[..., :num_tokens], num_tokens, bias)
 
     @override
     def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
-        from lightning_dynmo import _kernels
-
-        order = pattern.t_order if transposed else None
-        num_rows = pattern.shape[1 if transposed else 0]
-        result: Tensor = _kernels.spmm(values, *_indices(pattern, transposed), panels[0], num_rows, order=order)
-        return result[None]
+        order, tasks = (pattern.t_order, pattern.t_tasks) if transposed else (None, pattern.tasks)
+        num_rows, indices = pattern.shape[1 if transposed else 0], _indices(pattern, transposed)
+        return _kernels.spmm(values, *indices, panels[0], num_rows, order=order, tasks=tasks)[None]
 
     @override
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
-        from lightning_dynmo import _kernels
-
-        result: Tensor = _kernels.sddmm(*_indices(pattern, False), left[0], right[0])
-        return result
+        return _kernels.sddmm(*_indices(pattern, False), left[0], right[0])
 
 
 class _Numba(Products):
@@ -131,17 +133,16 @@ class _Numba(Products):
             _run(kernels.take, (values, pattern.t_order, ordered), _even(pattern.nnz, pattern.nnz))
             values = ordered
         result = panels.new_empty(len(panels), len(offsets) - 1, kernels.WIDTH)
-        work = pattern.nnz * panels.shape[0] * kernels.WIDTH
+        work = _PER_ENTRY * pattern.nnz * len(panels)
         _run(kernels.multiply, (values, offsets, columns, panels, result), _by_entries(offsets, work))
         return result
 
     @override
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
-        kernels = _compiled_or_fail()
         offsets, columns = _indices(pattern, False)
         result = left.new_empty(pattern.nnz)
-        work = pattern.nnz * left.shape[0] * kernels.WIDTH
-        _run(kernels.sample, (offsets, columns, left, right, result), _by_entries(offsets, work))
+        work = _PER_ENTRY * pattern.nnz * len(left)
+        _run(_compiled_or_fail().sample, (offsets, columns, left, right, result), _by_entries(offsets, work))
         return result
 
 

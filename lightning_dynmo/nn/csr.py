@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dynmo import _kernels
+
 _LARGEST_INT16, _LARGEST_INT32 = 2**15 - 1, 2**31 - 1
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -24,6 +26,8 @@ class CSRPattern:
         t_row_offsets: Where each row of the transpose begins, int32 ``[K + 1]``.
         t_columns: Column in the transpose of each of its values, ``[nnz]``; int16 where M allows it, else int32.
         t_order: The transpose's values are ``values[t_order]``, int32 ``[nnz]``.
+        tasks: How rows are dealt out on a GPU, int32, see `row_tasks` of the kernels; None elsewhere.
+        t_tasks: The same for the transpose.
     """
 
     shape: tuple[int, int]
@@ -32,6 +36,8 @@ class CSRPattern:
     t_row_offsets: Tensor
     t_columns: Tensor
     t_order: Tensor
+    tasks: Tensor | None = None
+    t_tasks: Tensor | None = None
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> CSRPattern:
@@ -68,14 +74,12 @@ class CSRPattern:
         _check_columns(columns, rows, num_columns)
         # Stable, so that the columns of the transpose ascend too.
         order = torch.argsort(columns.long(), stable=True)
-        return cls(
-            shape=(num_rows, num_columns),
-            row_offsets=row_offsets.to(torch.int32),
-            columns=columns.to(_index_type(num_columns)),
-            t_row_offsets=_offsets(columns.long(), num_columns),
-            t_columns=rows[order].to(_index_type(num_rows)),
-            t_order=order.to(torch.int32),
-        )
+        forth = row_offsets.to(torch.int32), columns.to(_index_type(num_columns))
+        back = _offsets(columns.long(), num_columns), rows[order].to(_index_type(num_rows))
+        tasks = t_tasks = None
+        if _kernels.available(columns.device):
+            tasks, t_tasks = _kernels.row_tasks(*forth, num_columns), _kernels.row_tasks(*back, num_rows)
+        return cls((num_rows, num_columns), *forth, *back, order.to(torch.int32), tasks, t_tasks)
 
     @property
     def nnz(self) -> int:
@@ -91,7 +95,7 @@ class CSRPattern:
     def nbytes(self) -> int:
         """Bytes of all indices."""
         indices = (self.row_offsets, self.columns, self.t_row_offsets, self.t_columns, self.t_order)
-        return sum(tensor.nbytes for tensor in indices)
+        return sum(tensor.nbytes for tensor in (*indices, self.tasks, self.t_tasks) if tensor is not None)
 
     def gather(self, dense: Tensor) -> Tensor:
         """Returns the kept entries of a tensor ``[M, K]``, ``[nnz]``."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -36,6 +35,7 @@ def csr_linear(x: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | No
 
     Raises:
         ValueError: If shapes, dtypes or devices do not go together.
+        RuntimeError: In the backward, if it is to be differentiated in turn.
     """
     x, values, bias = _in_autocast(x, values, bias)
     _check(x, values, pattern, bias)
@@ -44,8 +44,7 @@ def csr_linear(x: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | No
         x, values, bias = x.float(), values.float(), None if bias is None else bias.float()
     num_rows, num_columns = pattern.shape
     tokens = x.reshape(x.shape[:-1].numel(), num_columns)
-    products = products_for(x)
-    return _linear(tokens, values, pattern, bias, products).to(dtype).reshape(*x.shape[:-1], num_rows)
+    return _uncompiled(tokens, values, pattern, bias).to(dtype).reshape(*x.shape[:-1], num_rows)
 
 
 def time_executions(pattern: CSRPattern, values: Tensor, num_tokens: int, *, repetitions: int = 3) -> dict[str, float]:
@@ -125,14 +124,14 @@ def _check(x: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | None) 
             )
 
 
-def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | None, products: Products) -> Tensor:
+def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | None) -> Tensor:
     """Puts the product together from nodes of the graph, each of which has one gradient to compute.
 
     A node cannot know for which of its inputs a gradient is wanted, only which may want one. So the input's gradient
     is one node's, the values' another's, beside it, and what both need, the packed gradient, is that of the node where
     they meet.
     """
-    num_tokens, shared = len(tokens), None
+    products, num_tokens, shared = products_for(tokens), len(tokens), None
     panels = _Pack.apply(tokens, products)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and values.requires_grad:
         shape = (*panels.shape[:1], pattern.shape[0], *panels.shape[2:])
@@ -145,6 +144,10 @@ def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | 
     return result
 
 
+# torch.compile cannot look into what numba compiles: it takes what is around it.
+_uncompiled: Callable[..., Tensor] = torch.compiler.disable(_linear)
+
+
 class _Pack(torch.autograd.Function):
     """``[T, K]`` as panels."""
 
@@ -155,7 +158,6 @@ class _Pack(torch.autograd.Function):
         return products.pack(tokens)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.products.unpack(gradients[0], ctx.num_tokens), None
@@ -172,7 +174,6 @@ class _Product(torch.autograd.Function):
         return products.multiply(values, pattern, panels, transposed=False)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (values,) = ctx.saved_tensors
@@ -192,7 +193,6 @@ class _Values(torch.autograd.Function):
         return values.new_zeros(()).expand(shape)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (panels,) = ctx.saved_tensors
@@ -217,9 +217,13 @@ class _Unpack(torch.autograd.Function):
         return products.unpack(product, num_tokens, bias)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Expected to compute gradients only, but create_graph=True asks for a graph of the backward, which "
+                "sparse layers do not have. Use a dense layer for second derivatives, or leave create_graph out."
+            )
         of_product, of_shared, of_rows = ctx.needs_input_grad[:3]
         packed = ctx.products.pack(gradients[0]) if of_product or of_shared else None
         return (

@@ -15,7 +15,7 @@ from lightning_dynmo._torch import FakeTensor
 from lightning_dynmo.nn.csr import CSRPattern
 from lightning_dynmo.nn.csr_linear import csr_linear
 
-_INDICES = ("row_offsets", "columns", "t_row_offsets", "t_columns", "t_order")
+_INDICES = ("row_offsets", "columns", "t_row_offsets", "t_columns", "t_order", "tasks", "t_tasks")
 
 
 class SparseLinear(nn.Linear):
@@ -45,6 +45,8 @@ class SparseLinear(nn.Linear):
     t_row_offsets: Tensor
     t_columns: Tensor
     t_order: Tensor
+    tasks: Tensor | None
+    t_tasks: Tensor | None
     num_tokens: int = 0
     """Rows of the last input: tokens of a microbatch."""
 

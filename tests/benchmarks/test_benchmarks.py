@@ -304,5 +304,19 @@ def test_threshold(options: tuple[str, ...]) -> None:
     assert ratios == pytest.approx(expected, rel=PRECISION)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--null",)])
+def test_spmm(options: tuple[str, ...]) -> None:
+    output = run_benchmark("spmm.py", *options)
+    steps, ratios = tables_of(output)["Steps"], ratios_of(output)
+    expected = {f"step_{row['percent']}_dense_over_sparse": quotient(row, "dense_ms", "sparse_ms") for row in steps}
+    assert {"step_75_dense_over_sparse", "step_90_dense_over_sparse", "step_95_dense_over_sparse"} <= set(expected)
+    expected["auto_worst"] = min(quotient(row, "dense_ms", "auto_ms") for row in steps)
+    steps_only = {name: value for name, value in ratios.items() if not name.startswith("product_")}  # of a GPU
+    assert steps_only == pytest.approx(expected, rel=PRECISION)
+    assert all(row["auto_ms"] == row[f"{row['auto']}_ms"] for row in steps)
+    assert {row["auto"] for row in steps} <= {"dense", "sparse"}
+
+
 def quotient(row: dict[str, str], above: str, below: str) -> float:
     return float(row[above]) / float(row[below])
