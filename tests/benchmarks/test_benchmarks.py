@@ -105,6 +105,40 @@ def test_freezing_real(options: tuple[str, ...], benchmark: Callable[[str], Modu
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.parametrize("options", [(), ("--null",)])
+def test_pruning_real(options: tuple[str, ...], benchmark: Callable[[str], ModuleType]) -> None:
+    output = run_benchmark("pruning_real.py", *options)
+    tables, ratios = tables_of(output), ratios_of(output)
+    rounds, steps, memory = tables["Steps"], {row["which"]: row for row in tables["Possible"]}, tables["Memory"]
+    measured = median_quotient(rounds, "static_ms", "rebalanced_ms")
+    possible = float(steps["uniform"]["step_ms"]) / float(steps["best"]["step_ms"])
+    expected = {
+        "static_over_rebalanced": measured,
+        "possible": possible,
+        "rebalanced_of_possible": measured / possible,
+        "dense_over_rebalanced": median_quotient(rounds, "dense_ms", "rebalanced_ms"),
+    }
+    assert len(rounds) >= 5
+    assert ratios == pytest.approx(expected, rel=PRECISION)
+    costs = [
+        LayerCost(float(row["forward_ms"]), 0.0, float(row["backward_ms"]), update_s=float(row["update_ms"]))
+        for row in tables["Layers"]
+    ]
+    compute = benchmark("compute")
+    assert steps["best"]["split"] == "+".join(map(str, compute.best_split(costs).balance))
+    densities = [float(row["density"]) for row in tables["Layers"] if row["density"] != "-"]
+    held = {row["which"]: float(row["rank_0_mb"]) + float(row["rank_1_mb"]) for row in memory}
+    if options:
+        assert densities == []
+        assert held["static"] == pytest.approx(held["dense"], rel=0.01)
+    else:
+        assert statistics.mean(densities) == pytest.approx(0.1, abs=0.005)
+        assert densities == sorted(densities)
+        assert held["static"] < 0.7 * held["dense"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_overhead() -> None:
     output = run_benchmark("overhead.py")
     tables, ratios = tables_of(output), ratios_of(output)
