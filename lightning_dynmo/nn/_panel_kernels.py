@@ -203,10 +203,14 @@ def unpack(panels: Any, bias: Any, tokens: Any, begin: int, end: int) -> None:
 
 
 @_compile
-def take(values: Any, order: Any, out: Any, begin: int, end: int) -> None:
-    """``out = values[order]``."""
-    for index in range(begin, end):
-        out[index] = at(values, at(order, index))
+def _ordered(values: Any, order: Any, start: int, stop: int) -> Any:
+    """Returns ``values[order[start:stop]]``, or ``values[start:stop]`` where there is no order ``[0]``."""
+    if not order.size:
+        return values[start:stop]
+    found = np.empty(stop - start, values.dtype)
+    for index in range(stop - start):
+        found[index] = at(values, at(order, start + index))
+    return found
 
 
 @_compile
@@ -229,8 +233,13 @@ def _parts(offsets: Any, columns: Any, num_columns: int, first: int, last: int) 
 
 
 @_compile
-def multiply(values: Any, offsets: Any, columns: Any, panels: Any, out: Any, begin: int, end: int) -> None:
-    """Multiplies rows of a sparse matrix ``[M, K]`` with panels of K features: panels of M features."""
+def multiply(values: Any, order: Any, offsets: Any, columns: Any, panels: Any, out: Any, begin: int, end: int) -> None:
+    """Multiplies rows of a sparse matrix ``[M, K]`` with panels of K features: panels of M features.
+
+    The matrix' values are ``values[order]``, or `values` where there is no order ``[0]``.
+    """
+    base = offsets[begin]
+    own = _ordered(values, order, base, offsets[end])
     for first in range(begin, end, _ROWS):
         last = min(first + _ROWS, end)
         starts = _parts(offsets, columns, panels.shape[1], first, last)
@@ -241,10 +250,10 @@ def multiply(values: Any, offsets: Any, columns: Any, panels: Any, out: Any, beg
                     # Two sums, since each addition has to wait for the one before it.
                     even, odd = load(out, panel, row) if part else zeros(out), zeros(out)
                     for entry in range(start, stop - 1, 2):
-                        even = add_scaled(even, at(values, entry), load(panels, panel, at(columns, entry)))
-                        odd = add_scaled(odd, at(values, entry + 1), load(panels, panel, at(columns, entry + 1)))
+                        even = add_scaled(even, at(own, entry - base), load(panels, panel, at(columns, entry)))
+                        odd = add_scaled(odd, at(own, entry + 1 - base), load(panels, panel, at(columns, entry + 1)))
                     if (stop - start) % 2:
-                        even = add_scaled(even, at(values, stop - 1), load(panels, panel, at(columns, stop - 1)))
+                        even = add_scaled(even, at(own, stop - 1 - base), load(panels, panel, at(columns, stop - 1)))
                     store(out, panel, row, add(even, odd))
 
 

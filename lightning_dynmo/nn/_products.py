@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib.util
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
@@ -127,13 +127,10 @@ class _Numba(Products):
     def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
         kernels = _compiled_or_fail()
         offsets, columns = _indices(pattern, transposed)
-        if transposed:
-            ordered = values.new_empty(pattern.nnz)
-            _run(kernels.take, (values, pattern.t_order, ordered), _even(pattern.nnz, pattern.nnz))
-            values = ordered
+        order = pattern.t_order if transposed else pattern.t_order[:0]
         result = panels.new_empty(len(panels), len(offsets) - 1, kernels.WIDTH)
         work = _PER_ENTRY * pattern.nnz * len(panels)
-        _run(kernels.multiply, (values, offsets, columns, panels, result), _by_entries(offsets, work))
+        _run(kernels.multiply, (values, order, offsets, columns, panels, result), _by_entries(offsets, work))
         return result
 
     @override
@@ -193,11 +190,27 @@ def _run(kernel: Callable[..., None], tensors: tuple[Tensor, ...], bounds: list[
     """Calls a kernel once for each part of its rows, side by side."""
     arrays: list[Any] = [tensor.detach().contiguous().numpy() for tensor in tensors]
     parts = list(pairwise(bounds))
-    if len(parts) == 1:
-        kernel(*arrays, *parts[0])
-        return
-    with ThreadPoolExecutor(len(parts) - 1) as pool:
-        others = [pool.submit(kernel, *arrays, *part) for part in parts[1:]]
-        kernel(*arrays, *parts[0])
-        for other in others:
-            other.result()
+    failures: list[BaseException] = []
+    others = [_start(kernel, arrays, part, failures) for part in parts[1:]]
+    kernel(*arrays, *parts[0])
+    for ended in others:
+        ended.acquire()
+    if failures:
+        raise failures[0]
+
+
+def _start(kernel: Callable[..., None], arrays: list[Any], part: tuple[int, int], failures: list[BaseException]) -> Any:
+    """Starts a thread, by the plain means, which takes half the time; returns a lock that it lets go at its end."""
+    ended = _thread.allocate_lock()
+    ended.acquire()
+
+    def work() -> None:
+        try:
+            kernel(*arrays, *part)
+        except BaseException as failure:  # raised again where the result is waited for
+            failures.append(failure)
+        finally:
+            ended.release()
+
+    _thread.start_new_thread(work, ())
+    return ended
