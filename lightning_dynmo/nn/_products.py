@@ -42,22 +42,30 @@ class Products:
         """Returns ``[T, F]`` as panels."""
         return tokens.t().contiguous()[None]
 
-    def unpack(self, panels: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
-        """Returns panels as ``[T, F]``, with a bias ``[F]`` added."""
-        tokens = panels[0].t()
-        return tokens.contiguous() if bias is None else torch.add(tokens, bias, out=tokens.new_empty(tokens.shape))
+    def multiply(
+        self,
+        values: Tensor,
+        pattern: CSRPattern,
+        panels: Tensor,
+        num_tokens: int,
+        bias: Tensor | None,
+        transposed: bool,
+    ) -> Tensor:
+        """Returns the weight, or its transpose, times panels, with a bias ``[F]`` added, as ``[T, F]``."""
+        product = self._product(values, pattern, panels[0], transposed).t()
+        return product.contiguous() if bias is None else torch.add(product, bias, out=product.new_empty(product.shape))
 
-    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
-        """Returns the panels of the weight, or its transpose, times panels."""
+    def _product(self, values: Tensor, pattern: CSRPattern, columns: Tensor, transposed: bool) -> Tensor:
+        """Returns the product with a matrix."""
         num_columns, num_rows = pattern.shape if transposed else pattern.shape[::-1]
-        offsets, columns = _indices(pattern, transposed)
+        if not pattern.nnz:  # for which MKL wants no pointer
+            return columns.new_zeros(num_rows, columns.shape[1])
         if transposed:
             values = values[pattern.t_order]
-        if not pattern.nnz:  # for which MKL wants no pointer
-            return panels.new_zeros(1, num_rows, panels.shape[2])
-        with torch.autocast(panels.device.type, enabled=False):
-            product: Tensor = _matrix(offsets, columns, values, (num_rows, num_columns)) @ panels[0]
-        return product[None]
+        matrix = _matrix(*_indices(pattern, transposed), values, (num_rows, num_columns))
+        with torch.autocast(columns.device.type, enabled=False):
+            product: Tensor = matrix @ columns
+        return product
 
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
         """Returns the product of feature i of `left` with feature j of `right` for each kept (i, j), ``[nnz]``."""
@@ -73,8 +81,8 @@ class _ShapesOnly(Products):
     """Says how large the results are, for tensors without data."""
 
     @override
-    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
-        return panels.new_empty(1, pattern.shape[1 if transposed else 0], panels.shape[2])
+    def _product(self, values: Tensor, pattern: CSRPattern, columns: Tensor, transposed: bool) -> Tensor:
+        return columns.new_empty(pattern.shape[1 if transposed else 0], columns.shape[1])
 
     @override
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
@@ -85,13 +93,13 @@ class _Triton(Products):
     """By the kernels for GPUs."""
 
     @override
-    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
+    def _product(self, values: Tensor, pattern: CSRPattern, columns: Tensor, transposed: bool) -> Tensor:
         from lightning_dynmo import _kernels
 
         order = pattern.t_order if transposed else None
         num_rows = pattern.shape[1 if transposed else 0]
-        result: Tensor = _kernels.spmm(values, *_indices(pattern, transposed), panels[0], num_rows, order=order)
-        return result[None]
+        result: Tensor = _kernels.spmm(values, *_indices(pattern, transposed), columns, num_rows, order=order)
+        return result
 
     @override
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
@@ -117,21 +125,23 @@ class _Numba(Products):
         return panels
 
     @override
-    def unpack(self, panels: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
-        tokens = panels.new_empty(num_tokens, panels.shape[1])
-        bias = panels.new_empty(0) if bias is None else bias
-        _run(_compiled_or_fail().unpack, (panels, bias, tokens), _even(panels.shape[1], panels.numel()))
-        return tokens
-
-    @override
-    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
-        kernels = _compiled_or_fail()
+    def multiply(
+        self,
+        values: Tensor,
+        pattern: CSRPattern,
+        panels: Tensor,
+        num_tokens: int,
+        bias: Tensor | None,
+        transposed: bool,
+    ) -> Tensor:
         offsets, columns = _indices(pattern, transposed)
         order = pattern.t_order if transposed else pattern.t_order[:0]
-        result = panels.new_empty(len(panels), len(offsets) - 1, kernels.WIDTH)
-        work = _PER_ENTRY * pattern.nnz * len(panels)
-        _run(kernels.multiply, (values, order, offsets, columns, panels, result), _by_entries(offsets, work))
-        return result
+        bias = panels.new_empty(0) if bias is None else bias
+        tokens = panels.new_empty(num_tokens, len(offsets) - 1)
+        work = _PER_ENTRY * pattern.nnz * len(panels) + tokens.numel()
+        arguments = (values, order, offsets, columns, panels, bias, tokens)
+        _run(_compiled_or_fail().multiply, arguments, _by_entries(offsets, work))
+        return tokens
 
     @override
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
