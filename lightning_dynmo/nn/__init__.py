@@ -1,7 +1,7 @@
 """Layers to build pipelines from. Needs torch only, so they can be used without Lightning."""
 
 from lightning_dynmo.nn.csr import CSRPattern
-from lightning_dynmo.nn.csr_linear import csr_linear, time_executions
+from lightning_dynmo.nn.csr_linear import faster_execution, time_executions
 from lightning_dynmo.nn.emulated import EmulatedLayer
 from lightning_dynmo.nn.gpt import (
     MLP,
@@ -30,8 +30,8 @@ __all__ = [
     "Positions",
     "SparseLinear",
     "TokenEmbedding",
-    "csr_linear",
     "densify",
+    "faster_execution",
     "gpt_layers",
     "save_as_dense",
     "sparse_weights",

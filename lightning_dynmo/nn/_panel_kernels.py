@@ -186,27 +186,29 @@ def pack(tokens: Any, panels: Any, begin: int, end: int) -> None:
 
 
 @_compile
-def unpack(panels: Any, bias: Any, tokens: Any, begin: int, end: int) -> None:
-    """Turns panels into ``[T, F]``, and adds a bias ``[F]``, or none ``[0]``."""
-    for panel in range(panels.shape[0]):
-        start = panel * WIDTH
-        count = min(WIDTH, tokens.shape[0] - start)
-        for first in range(begin, end, _FEATURES):
-            last = min(first + _FEATURES, end)
-            for lane in range(count):
-                if bias.size:
-                    for feature in range(first, last):
-                        tokens[start + lane, feature] = panels[panel, feature, lane] + bias[feature]
-                else:
-                    for feature in range(first, last):
-                        tokens[start + lane, feature] = panels[panel, feature, lane]
+def _unpack(rows: Any, bias: Any, tokens: Any, start: int, first: int, last: int) -> None:
+    """Turns rows ``[1, last - first, 64]`` into features of tokens from `start` on; adds their bias, if not ``[0]``."""
+    count = min(WIDTH, tokens.shape[0] - start)
+    for begin in range(first, last, _FEATURES):
+        end = min(begin + _FEATURES, last)
+        for lane in range(count):
+            if bias.size:
+                for feature in range(begin, end):
+                    tokens[start + lane, feature] = rows[0, feature - first, lane] + bias[feature]
+            else:
+                for feature in range(begin, end):
+                    tokens[start + lane, feature] = rows[0, feature - first, lane]
 
 
 @_compile
-def take(values: Any, order: Any, out: Any, begin: int, end: int) -> None:
-    """``out = values[order]``."""
-    for index in range(begin, end):
-        out[index] = at(values, at(order, index))
+def _ordered(values: Any, order: Any, start: int, stop: int) -> Any:
+    """Returns ``values[order[start:stop]]``, or ``values[start:stop]`` where there is no order ``[0]``."""
+    if not order.size:
+        return values[start:stop]
+    found = np.empty(stop - start, values.dtype)
+    for index in range(stop - start):
+        found[index] = at(values, at(order, start + index))
+    return found
 
 
 @_compile
@@ -229,23 +231,40 @@ def _parts(offsets: Any, columns: Any, num_columns: int, first: int, last: int) 
 
 
 @_compile
-def multiply(values: Any, offsets: Any, columns: Any, panels: Any, out: Any, begin: int, end: int) -> None:
-    """Multiplies rows of a sparse matrix ``[M, K]`` with panels of K features: panels of M features."""
+def multiply(
+    values: Any,
+    order: Any,
+    offsets: Any,
+    columns: Any,
+    panels: Any,
+    bias: Any,
+    tokens: Any,
+    begin: int,
+    end: int,
+) -> None:
+    """Multiplies rows of a sparse matrix ``[M, K]`` with panels of K features: features of tokens ``[T, M]``.
+
+    The matrix' values are ``values[order]``, or `values` where there is no order ``[0]``; so it is with a bias ``[M]``.
+    """
+    base = offsets[begin]
+    own = _ordered(values, order, base, offsets[end])
+    out = np.empty((1, min(_ROWS, end - begin), WIDTH), panels.dtype)
     for first in range(begin, end, _ROWS):
         last = min(first + _ROWS, end)
         starts = _parts(offsets, columns, panels.shape[1], first, last)
         for panel in range(panels.shape[0]):
             for part in range(len(starts) - 1):
-                for row in range(first, last):
-                    start, stop = starts[part, row - first], starts[part + 1, row - first]
+                for row in range(last - first):
+                    start, stop = starts[part, row], starts[part + 1, row]
                     # Two sums, since each addition has to wait for the one before it.
-                    even, odd = load(out, panel, row) if part else zeros(out), zeros(out)
+                    even, odd = load(out, 0, row) if part else zeros(out), zeros(out)
                     for entry in range(start, stop - 1, 2):
-                        even = add_scaled(even, at(values, entry), load(panels, panel, at(columns, entry)))
-                        odd = add_scaled(odd, at(values, entry + 1), load(panels, panel, at(columns, entry + 1)))
+                        even = add_scaled(even, at(own, entry - base), load(panels, panel, at(columns, entry)))
+                        odd = add_scaled(odd, at(own, entry + 1 - base), load(panels, panel, at(columns, entry + 1)))
                     if (stop - start) % 2:
-                        even = add_scaled(even, at(values, stop - 1), load(panels, panel, at(columns, stop - 1)))
-                    store(out, panel, row, add(even, odd))
+                        even = add_scaled(even, at(own, stop - 1 - base), load(panels, panel, at(columns, stop - 1)))
+                    store(out, 0, row, add(even, odd))
+            _unpack(out, bias, tokens, panel * WIDTH, first, last)
 
 
 @_compile

@@ -128,19 +128,25 @@ def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | 
     """Puts the product together from nodes of the graph, each of which has one gradient to compute.
 
     A node cannot know for which of its inputs a gradient is wanted, only which may want one. So the input's gradient
-    is one node's, the values' another's, beside it, and what both need, the packed gradient, is that of the node where
-    they meet.
+    is one node's, the values' another's, and what both need, the packed gradient, is that of the node where they meet.
     """
-    products, num_tokens, shared = products_for(tokens), len(tokens), None
-    panels = _Pack.apply(tokens, products)  # type: ignore[no-untyped-call]
-    if torch.is_grad_enabled() and values.requires_grad:
-        shape = (*panels.shape[:1], pattern.shape[0], *panels.shape[2:])
-        shared = _Values.apply(values, panels.detach(), pattern, products, shape)  # type: ignore[no-untyped-call]
-    product = _Product.apply(panels, values.detach(), pattern, products)  # type: ignore[no-untyped-call]
-    # Expanded outside, so that the sum over tokens is a node of its own too.
-    rows = None if bias is None else bias.expand(num_tokens, -1)
-    bias = None if bias is None else bias.detach()
-    result: Tensor = _Unpack.apply(product, shared, rows, bias, num_tokens, products)  # type: ignore[no-untyped-call]
+    products, gradients = products_for(tokens), torch.is_grad_enabled()
+    panels = products.pack(tokens.detach())
+    shape = (len(panels), pattern.shape[0], panels.shape[2])
+    of_input = of_values = of_bias = None
+    if gradients and tokens.requires_grad:
+        of_input = _Input.apply(tokens, values.detach(), pattern, products, shape)  # type: ignore[no-untyped-call]
+    if gradients and values.requires_grad:
+        of_values = _Values.apply(values, panels, pattern, products, shape)  # type: ignore[no-untyped-call]
+    if gradients and bias is not None and bias.requires_grad:
+        # Expanded outside, so that the sum over tokens is a node of its own too.
+        of_bias = bias.expand(len(tokens), -1)
+
+    def product() -> Tensor:
+        shift = None if bias is None else bias.detach()
+        return products.multiply(values.detach(), pattern, panels, len(tokens), shift, transposed=False)
+
+    result: Tensor = _Meet.apply(of_input, of_values, of_bias, product, products)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -148,40 +154,28 @@ def _linear(tokens: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | 
 _uncompiled: Callable[..., Tensor] = torch.compiler.disable(_linear)
 
 
-class _Pack(torch.autograd.Function):
-    """``[T, K]`` as panels."""
+class _Input(torch.autograd.Function):
+    """Zeros of the packed product's shape, which take no memory; their gradient leads to the input's, ``[T, K]``."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, tokens: Tensor, products: Products) -> Tensor:
-        ctx.num_tokens, ctx.products = len(tokens), products
-        return products.pack(tokens)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.products.unpack(gradients[0], ctx.num_tokens), None
-
-
-class _Product(torch.autograd.Function):
-    """The product, whose gradient is the input's."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, panels: Tensor, values: Tensor, pattern: CSRPattern, products: Products) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, values: Tensor, pattern: CSRPattern, products: Products, shape: tuple[int, ...]
+    ) -> Tensor:
         ctx.save_for_backward(values)
-        ctx.pattern, ctx.products = pattern, products
-        return products.multiply(values, pattern, panels, transposed=False)
+        ctx.num_tokens, ctx.pattern, ctx.products = len(tokens), pattern, products
+        return tokens.new_zeros(()).expand(shape)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (values,) = ctx.saved_tensors
-        return ctx.products.multiply(values, ctx.pattern, gradients[0], transposed=True), None, None, None
+        found = ctx.products.multiply(values, ctx.pattern, gradients[0], ctx.num_tokens, None, transposed=True)
+        return found, None, None, None, None
 
 
 class _Values(torch.autograd.Function):
-    """Zeros of the product's shape, which take no memory, and whose gradient is the values'."""
+    """The same zeros, whose gradient leads to the values', ``[nnz]``."""
 
     @staticmethod
     @override
@@ -199,22 +193,21 @@ class _Values(torch.autograd.Function):
         return ctx.products.sample(ctx.pattern, gradients[0], panels), None, None, None, None
 
 
-class _Unpack(torch.autograd.Function):
-    """Panels as ``[T, M]``, plus the bias."""
+class _Meet(torch.autograd.Function):
+    """The product, whose gradient is packed once for both."""
 
     @staticmethod
     @override
     def forward(
         ctx: Any,
-        product: Tensor,
-        shared: Tensor | None,
-        rows: Tensor | None,
-        bias: Tensor | None,
-        num_tokens: int,
+        of_input: Tensor | None,
+        of_values: Tensor | None,
+        of_bias: Tensor | None,
+        product: Callable[[], Tensor],
         products: Products,
     ) -> Tensor:
         ctx.products = products
-        return products.unpack(product, num_tokens, bias)
+        return product()
 
     @staticmethod
     @override
@@ -224,13 +217,12 @@ class _Unpack(torch.autograd.Function):
                 "Expected to compute gradients only, but create_graph=True asks for a graph of the backward, which "
                 "sparse layers do not have. Use a dense layer for second derivatives, or leave create_graph out."
             )
-        of_product, of_shared, of_rows = ctx.needs_input_grad[:3]
-        packed = ctx.products.pack(gradients[0]) if of_product or of_shared else None
+        of_input, of_values, of_bias = ctx.needs_input_grad[:3]
+        packed = ctx.products.pack(gradients[0]) if of_input or of_values else None
         return (
-            packed if of_product else None,
-            packed if of_shared else None,
-            gradients[0] if of_rows else None,
-            None,
+            packed if of_input else None,
+            packed if of_values else None,
+            gradients[0] if of_bias else None,
             None,
             None,
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dynmo.nn import CSRPattern, SparseLinear, time_executions
+from lightning_dynmo.nn import CSRPattern, SparseLinear, faster_execution, time_executions
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.selection import select_largest
@@ -121,10 +121,10 @@ class GlobalPruning:
                 times[name] = time_executions(pattern, pattern.gather(linear.weight.detach()), num_tokens)
         replicas = [times] if self._groups is None else self._groups.gather_replicas(times)
         total = {
-            name: {kind: math.fsum(part[name][kind] for part in replicas) for kind in ("dense", "csr")}
-            for name in times
+            name: {kind: math.fsum(part[name][kind] for part in replicas) for kind in own}
+            for name, own in times.items()
         }
-        return {name for name, seconds in total.items() if seconds["csr"] < seconds["dense"]}
+        return {name for name, seconds in total.items() if faster_execution(seconds) == "csr"}
 
     def _gather(self, value: _T) -> list[_T]:
         return [value] if self._groups is None else self._groups.gather(value)

@@ -215,13 +215,17 @@ class Spy(_products.Products):
         self.calls.append("pack")
         return self.products.pack(tokens)
 
-    def unpack(self, panels: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
-        self.calls.append("unpack")
-        return self.products.unpack(panels, num_tokens, bias)
-
-    def multiply(self, values: Tensor, pattern: CSRPattern, panels: Tensor, transposed: bool) -> Tensor:
+    def multiply(
+        self,
+        values: Tensor,
+        pattern: CSRPattern,
+        panels: Tensor,
+        num_tokens: int,
+        bias: Tensor | None,
+        transposed: bool,
+    ) -> Tensor:
         self.calls.append("transposed" if transposed else "multiply")
-        return self.products.multiply(values, pattern, panels, transposed)
+        return self.products.multiply(values, pattern, panels, num_tokens, bias, transposed)
 
     def sample(self, pattern: CSRPattern, left: Tensor, right: Tensor) -> Tensor:
         self.calls.append("sample")
@@ -249,22 +253,22 @@ def test_computes_what_is_asked_for_and_packs_once(spy: Spy) -> None:
     pattern, x, values, bias, gradient = layer_of(MASKS["half"], (70,))
     with torch.no_grad():
         csr_linear(x, values, pattern, bias)
-    assert spy.take() == ["pack", "multiply", "unpack"]
+    assert spy.take() == ["pack", "multiply"]
 
     x.requires_grad_()
     output = csr_linear(x, values, pattern, bias)
-    assert spy.take() == ["pack", "multiply", "unpack"]
+    assert spy.take() == ["pack", "multiply"]
     output.backward(gradient)
-    assert sorted(spy.take()) == ["pack", "sample", "transposed", "unpack"]
+    assert sorted(spy.take()) == ["pack", "sample", "transposed"]
 
     csr_linear(x.detach(), values, pattern, bias).backward(gradient)
-    assert spy.take() == ["pack", "multiply", "unpack", "pack", "sample"]
+    assert spy.take() == ["pack", "multiply", "pack", "sample"]
 
     csr_linear(x, values.detach(), pattern, bias).backward(gradient)
-    assert spy.take() == ["pack", "multiply", "unpack", "pack", "transposed", "unpack"]
+    assert spy.take() == ["pack", "multiply", "pack", "transposed"]
 
     csr_linear(x.detach(), values.detach(), pattern, bias).backward(gradient)
-    assert spy.take() == ["pack", "multiply", "unpack"]
+    assert spy.take() == ["pack", "multiply"]
 
 
 def test_each_part_of_a_split_backward_computes_its_own_gradients(spy: Spy) -> None:
@@ -275,7 +279,7 @@ def test_each_part_of_a_split_backward_computes_its_own_gradients(spy: Spy) -> N
     output = csr_linear(x, values, pattern, bias)
     spy.take()
     split = SplitBackward([output], [gradient], [x], [values, bias])
-    assert spy.take() == ["pack", "transposed", "unpack"]
+    assert spy.take() == ["pack", "transposed"]
     assert values.grad is None
     assert bias.grad is None
     split.weights()

@@ -57,7 +57,7 @@ def rank_step(rank: int, threads: int) -> list[Tensor]:
 def multiply_into(results: Any, pattern: CSRPattern, values: Tensor, panels: Tensor) -> None:
     """Runs in a forked process, where threads of torch's own would wait for ever for those left behind."""
     assert len(_products._by_entries(pattern.row_offsets, 10 * _products._LEAST_WORK)) == 3
-    results.put(_products._NUMBA.multiply(values, pattern, panels, transposed=True).numpy())
+    results.put(_products._NUMBA.multiply(values, pattern, panels, 300, None, transposed=True).numpy())
 
 
 def test_the_same_bits_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_in_a_forked_process() -> None:
     pattern = CSRPattern.from_mask(torch.rand(600, 500) < 0.2)
     values, panels = torch.randn(pattern.nnz), torch.randn(5, 600, 64)
     assert 4 * pattern.nnz * 5 > 2 * _products._LEAST_WORK
-    expected = _products._NUMBA.multiply(values, pattern, panels, transposed=True)
+    expected = _products._NUMBA.multiply(values, pattern, panels, 300, None, transposed=True)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     child = context.Process(target=multiply_into, args=(results, pattern, values, panels))
