@@ -15,6 +15,7 @@ from lightning_dynmo.nn._products import Products, products_for
 from lightning_dynmo.nn.csr import CSRPattern
 
 _ON_CPU = (torch.float32, torch.float64)
+_CLOSE = 0.9
 
 
 def csr_linear(x: Tensor, values: Tensor, pattern: CSRPattern, bias: Tensor | None = None) -> Tensor:

@@ -372,4 +372,4 @@ def test_times_both_executions_and_touches_nothing() -> None:
     assert torch.equal(values, before)
     assert values.grad is None
     assert faster_execution({"dense": 2.0, "csr": 1.0}) == "csr"
-    assert faster_execution({"dense": 1.0, "csr": 2.0}) == faster_execution({"dense": 1.0, "csr": 1.0}) == "dense"
+    assert {faster_execution({"dense": 1.0, "csr": csr}) for csr in (0.95, 1.0, 2.0)} == {"dense"}
