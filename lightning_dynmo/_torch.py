@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -57,6 +58,7 @@ __all__ = [
     "keystr",
     "make_wrapper_subclass",
     "named_range",
+    "replace_data",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -78,6 +80,17 @@ def named_range(*words: object) -> AbstractContextManager[Any]:
     if not profiler._is_profiler_enabled:
         return nullcontext()
     return profiler.record_function(" ".join(map(str, words)))
+
+
+def replace_data(tensor: Tensor, data: Tensor) -> None:
+    """Gives a parameter or buffer other data, of any shape.
+
+    A graph that somebody keeps alive, such as that of the last loss, keeps the node alive that accumulates the
+    parameter's gradient, and that expects the old shape for ever. torch lets go of it where the dtype changes.
+    """
+    if tensor.requires_grad and tensor.shape != data.shape:
+        tensor.data = torch.empty(0, dtype=torch.float16 if tensor.dtype != torch.float16 else torch.float32)
+    tensor.data = data
 
 
 def default_store() -> Store:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dynmo._torch import replace_data
 from lightning_dynmo.planning import LayerLoad
 
 
@@ -173,7 +174,7 @@ class LayerChain:
         """
         for (_, target), source in zip(self.tensors(index), tensors, strict=True):
             target.grad = None
-            target.data = source
+            replace_data(target, source)
         self._foreign.pop(index, None)
         self._mark_shells()
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
@@ -85,18 +86,25 @@ class GradualPruningCallback(DynamismCallback):
                     f"{type(callback).__name__} and {type(self).__name__} do not go together: the average of a weight "
                     "goes on when the weight is pruned, so it would not be sparse. Leave one of them out."
                 )
-        execution = self.execution
-        if runtime is None and trainer.world_size > 1:
-            if execution == "csr":
-                raise ValueError(
-                    "execution='csr' needs DynMoStrategy or one device, since parameters keep their shapes under "
-                    f"{type(trainer.strategy).__name__}. Use execution='dense'."
-                )
-            execution = "dense"
+        execution = self._possible_execution(trainer)
         found = prunable_weights(pl_module, layers_of(trainer, pl_module), self.include, self.exclude)
         weights = {name: (index, _as_sparse(linear)) for name, (index, linear) in found.items()}
         chain, groups = (None, None) if runtime is None else (runtime.chain, runtime.groups)
         self._pruning = GlobalPruning(weights, chain, groups, execution)
+
+    def _possible_execution(self, trainer: Trainer) -> SparseExecution:
+        """Returns how pruned weights run, which is dense where something else relies on matrices."""
+        relies = ""
+        if runtime_of(trainer) is None and trainer.world_size > 1:
+            relies = type(trainer.strategy).__name__
+        elif any(isinstance(optimizer, torch.optim.Muon) for optimizer in trainer.optimizers):
+            relies = "Muon"
+        if relies and self.execution == "csr":
+            raise ValueError(
+                f"Expected an execution that keeps weights as matrices, which {relies} relies on, got 'csr'. Use "
+                "execution='auto'."
+            )
+        return "dense" if relies else self.execution
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,6 +116,7 @@ class GradualPruningCallback(DynamismCallback):
 
     @override
     def apply(self, trainer: Trainer, pl_module: LightningModule, step: int) -> bool:
+        self._pruning.hold()
         sparsity = self.schedule.sparsity(step)
         if sparsity <= self._sparsity:  # else it is time, or was when nobody could, as before a resumed run began
             return False
@@ -167,6 +176,8 @@ def prunable_weights(
             continue
         for part in layer.modules():
             if not isinstance(part, nn.Linear) or type(part) not in (nn.Linear, SparseLinear):
+                continue
+            if "weight" not in part._parameters:  # computed from others, as by weight_norm
                 continue
             if holders[id(part.weight)] == users[id(part)] == 1:
                 found[names[id(part.weight)]] = (index, part)

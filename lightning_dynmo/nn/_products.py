@@ -131,6 +131,9 @@ class _Numba(Products):
         bias: Tensor | None,
         transposed: bool,
     ) -> Tensor:
+        if not pattern.nnz:  # maybe for want of features to have entries in
+            empty = panels.new_zeros(num_tokens, pattern.shape[1 if transposed else 0])
+            return empty if bias is None else empty + bias
         offsets, columns = _indices(pattern, transposed)
         order = pattern.t_order if transposed else pattern.t_order[:0]
         bias = panels.new_empty(0) if bias is None else bias

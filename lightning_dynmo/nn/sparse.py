@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dynmo._torch import FakeTensor
+from lightning_dynmo._torch import FakeTensor, replace_data
 from lightning_dynmo.nn.csr import CSRPattern
 from lightning_dynmo.nn.csr_linear import csr_linear
 
@@ -66,10 +66,16 @@ class SparseLinear(nn.Linear):
         """Makes an ``nn.Linear`` one that can be pruned: the same object, so that whatever refers to it still does.
 
         Raises:
-            TypeError: If it is a subclass, whose ``forward`` may read the weight in another way.
+            TypeError: If it is a subclass, whose ``forward`` may read the weight in another way, or its weight is no
+                parameter.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(f"Expected an nn.Linear, got a {type(linear).__name__}, whose forward may be another one.")
+        if not isinstance(linear._parameters.get("weight"), nn.Parameter):
+            raise TypeError(
+                "Expected an nn.Linear with a weight of its own, got one whose weight is computed from others, as by "
+                "weight_norm. Remove that first, such as by torch.nn.utils.remove_weight_norm."
+            )
         linear.__class__ = cls
         assert isinstance(linear, SparseLinear)
         linear._forget()
@@ -144,6 +150,12 @@ class SparseLinear(nn.Linear):
         self._keep_indices(pattern)
 
     @torch.no_grad()
+    def hold(self) -> None:
+        """Sets pruned entries to zero again, should an optimizer or a hook have changed them."""
+        if self.mask is not None:
+            self.weight.masked_fill_(~self.mask, 0.0)
+
+    @torch.no_grad()
     def dense_weight(self) -> Tensor:
         """Returns the weight as a matrix with zeros, ``[out_features, in_features]``; kept zeros are -0.0."""
         weight = self.weight.detach()
@@ -187,7 +199,7 @@ class SparseLinear(nn.Linear):
                 continue
             state.update({name: change(value) for name, value in tensors.items() if value.shape == shape})
         weight.grad = None
-        weight.data = change(weight.detach())
+        replace_data(weight, change(weight.detach()))
 
     def _keep_indices(self, pattern: CSRPattern) -> None:
         for name in _INDICES:
@@ -201,19 +213,20 @@ class SparseLinear(nn.Linear):
         for name in ("mask", *_INDICES):
             setattr(self, name, None)
         self.weight.grad = None
-        self.weight.data = weight
+        replace_data(self.weight, weight)
 
     @override
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
+        if not keep_vars and f"{prefix}weight" in destination:
             destination[f"{prefix}weight"] = self.dense_weight()
 
     @override
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}weight" in state_dict and (self.mask is not None or self.columns is not None):
-            # What was pruned there may be something else.
-            self._become_dense(self.weight.new_empty(self.out_features, self.in_features))
+        is_pruned = self.mask is not None or self.columns is not None
+        given = state_dict.get(f"{prefix}weight")
+        if is_pruned and given is not None and given.shape == (self.out_features, self.in_features):
+            self._become_dense(self.dense_weight())  # what was pruned there may be something else
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -230,7 +243,7 @@ class _KeptGradient(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return gradients[0] * mask, None
+        return torch.where(mask, gradients[0], 0.0), None  # not a product: infinite ones go too
 
 
 def sparse_weights(module: nn.Module) -> dict[int, SparseLinear]:

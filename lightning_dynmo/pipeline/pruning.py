@@ -81,7 +81,8 @@ class GlobalPruning:
         """
         owned = self._owned()
         candidates = {name: _survivors(linear) for name, linear in owned.items()}
-        chosen = select_largest(candidates, list(self._weights), num_kept, self._groups)
+        left = sum(self._gather(sum(survivors.numel() for survivors in candidates.values())))
+        chosen = select_largest(candidates, list(self._weights), min(num_kept, left), self._groups)
         for name, linear in owned.items():
             linear.prune(_as_mask(linear, chosen[name]), optimizers)
         for name in self._to_compact(owned):
@@ -89,6 +90,11 @@ class GlobalPruning:
         mine = {name: Matrix(linear.density, linear.is_compact) for name, linear in owned.items()}
         everywhere = {name: matrix for part in self._gather(mine) for name, matrix in part.items()}
         return {name: everywhere[name] for name in self._weights}
+
+    def hold(self) -> None:
+        """Sets pruned entries to zero again; after each optimizer step, since optimizers and hooks may change them."""
+        for linear in self._owned().values():
+            linear.hold()
 
     def restore(self, compact: frozenset[str], optimizers: Sequence[Optimizer]) -> None:
         """Prunes again what was pruned in the run that a checkpoint is from, whose weights and optimizers are loaded.

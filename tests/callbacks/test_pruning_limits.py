@@ -15,7 +15,7 @@ from lightning_dynmo import GPT, GradualPruningCallback
 from lightning_dynmo.callbacks.pruning import prunable_weights
 from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.nn import SparseLinear
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.fitting import QUIET, differences
 from tests.helpers.models import TinyGPT, token_loader
 
@@ -173,3 +173,50 @@ def test_under_ddp_zeros_stay_in_place() -> None:
     assert differences(ranks[0]["weights"], ranks[1]["weights"]) == []
     assert share_of_zeros(ranks[0]["weights"]) == pytest.approx(0.75, abs=1e-3)
     assert ranks[0]["sparse"] == 0
+
+
+class Disturbed(TinyGPT):
+    """Has its gradients changed between backward and optimizer step, in pruned entries too."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and type(parameter.grad) is Tensor:
+                parameter.grad.add_(0.01)
+
+
+class WithMuon(TinyGPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Muon([weight for weight in self.blocks.parameters() if weight.dim() == 2], lr=0.01)
+
+
+def fit_module(rank: int, kind: type[TinyGPT], execution: str, *schedule: Any) -> dict[str, Tensor]:
+    from lightning_dynmo import DynMoStrategy
+
+    seed_everything(3, verbose=False)
+    model = kind(num_blocks=3)
+    pruning = GradualPruningCallback(*schedule, execution=execution)
+    runner = Trainer(devices=2, strategy=DynMoStrategy(num_microbatches=4), max_steps=8, callbacks=[pruning], **QUIET)
+    runner.fit(model, token_loader(8 * 16, 16))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [Disturbed, WithMuon])
+def test_pruned_entries_stay_zero_whatever_moves_weights(kind: type[TinyGPT]) -> None:
+    execution = "dense" if kind is Disturbed else "auto"
+    for weights in run_distributed(fit_module, 2, kind, execution, 2, 6, 2, 0.0, 0.75, timeout_s=90):
+        assert share_of_zeros(weights) == pytest.approx(0.75, abs=1e-3)
+
+
+@pytest.mark.distributed
+def test_optimizers_for_matrices_refuse_compressed_rows() -> None:
+    with pytest.raises(RankError, match=r"keeps weights as matrices, which Muon relies on, got 'csr'"):
+        run_distributed(fit_module, 2, WithMuon, "csr", timeout_s=60)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("execution", ["dense", "csr"])
+def test_all_but_a_few_weights(execution: str) -> None:
+    for weights in run_distributed(fit_module, 2, TinyGPT, execution, 2, 6, 2, 0.0, 0.999, timeout_s=90):
+        assert 1 - share_of_zeros(weights) == pytest.approx(0.001, abs=1e-4)
+        assert all(value.isfinite().all() for value in weights.values())

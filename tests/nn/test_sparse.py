@@ -227,3 +227,70 @@ def test_densify_makes_plain_modules() -> None:
     assert not sparse_weights(model)
     assert torch.equal(model[0].weight, dense.weight)
     assert {name for name, _ in model.named_buffers()} == set()
+
+
+def test_a_graph_that_is_kept_alive_does_not_hold_the_old_shape() -> None:
+    layer = SparseLinear(IN, OUT)
+    seen: list[int] = []
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.numel()))
+    optimizer = OPTIMIZERS["adamw"](list(layer.parameters()))
+    for step in range(4):
+        loss = layer(torch.randn(TOKENS, IN)).square().mean()  # the last one is alive while the layer is pruned
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            layer.prune(torch.rand(OUT, IN) < 0.5, [optimizer])
+            layer.compact([optimizer])
+    assert seen == [IN * OUT] * 2 + [layer.weight.numel()] * 2
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_infinite_gradients_of_pruned_entries_do_not_reach_the_others(compact: bool) -> None:
+    layer = SparseLinear(IN, OUT)
+    kept = torch.rand(OUT, IN) < 0.5
+    kept[:, 3] = False
+    layer.prune(kept)
+    if compact:
+        layer.compact()
+    x = torch.randn(TOKENS, IN)
+    x[:, 3] = 3e38
+    (10 * layer(x)).sum().backward()
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_hold_sets_pruned_entries_back() -> None:
+    layer, _, kept = pair(compact=False)
+    layer.weight.data += 1.0
+    layer.hold()
+    assert torch.equal(layer.weight == 0, ~kept)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_state_that_does_not_fit_changes_nothing(compact: bool) -> None:
+    layer, dense, _ = pair(compact=compact)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        layer.load_state_dict({"weight": torch.zeros(5, 5), "bias": dense.bias})
+    assert torch.equal(layer.dense_weight(), dense.weight)
+    assert layer.is_compact == compact
+
+
+def test_a_weight_that_is_computed_from_others_is_refused() -> None:
+    linear = nn.Linear(IN, OUT)
+    nn.utils.prune.random_unstructured(linear, "weight", 0.5)
+    with pytest.raises(TypeError, match=r"whose weight is computed from others"):
+        SparseLinear.from_linear(linear)
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(0, 3), (3, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_features(in_features: int, out_features: int) -> None:
+    layer = SparseLinear(in_features, out_features)
+    layer.prune(torch.ones(out_features, in_features, dtype=torch.bool))
+    layer.compact()
+    x = torch.randn(TOKENS, in_features, requires_grad=True)
+    torch.full((64, 64), torch.nan)  # for memory that is not cleared to show
+    output = layer(x)
+    assert torch.equal(output, layer.bias.expand(TOKENS, -1))
+    output.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
