@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dynmo.callbacks.base import DynamismCallback, layers_of, runtime_of
-from lightning_dynmo.nn import SparseLinear, save_as_dense
+from lightning_dynmo.nn import SparseLinear, use_dense_states
 from lightning_dynmo.ownership import enumerate_names
 from lightning_dynmo.pipeline import GlobalPruning, SparseExecution, check_execution
 from lightning_dynmo.planning import CubicSparsity, num_kept
@@ -30,7 +30,9 @@ class GradualPruningCallback(DynamismCallback):
 
     A pruned matrix runs as a dense one with zeros until it has so few entries that compressed rows are faster. Then
     values, gradients and optimizer state of the others are gone from memory as well, and less of it moves between
-    ranks. Checkpoints have dense matrices with zeros all the same, as a run on one device would save them.
+    ranks. Checkpoints have dense matrices with zeros all the same, as a run on one device would save them. A layer that
+    reads the weight of an ``nn.Linear`` itself instead of calling it needs ``execution="dense"``. Optimizers that keep
+    something of another shape than the weight's, such as Adafactor, begin anew with it after each pruning.
 
     Args:
         start_step: Optimizer step after which the schedule begins. With `initial_sparsity` 0, nothing is pruned then.
@@ -90,7 +92,9 @@ class GradualPruningCallback(DynamismCallback):
         found = prunable_weights(pl_module, layers_of(trainer, pl_module), self.include, self.exclude)
         weights = {name: (index, _as_sparse(linear)) for name, (index, linear) in found.items()}
         chain, groups = (None, None) if runtime is None else (runtime.chain, runtime.groups)
-        self._pruning = GlobalPruning(weights, chain, groups, execution)
+        read = _read_by_others(pl_module)
+        matrices = [name for name, (_, linear) in weights.items() if linear in read]
+        self._pruning = GlobalPruning(weights, chain, groups, execution, matrices)
 
     def _possible_execution(self, trainer: Trainer) -> SparseExecution:
         """Returns how pruned weights run, which is dense where something else relies on matrices."""
@@ -110,7 +114,7 @@ class GradualPruningCallback(DynamismCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            save_as_dense(optimizer, pl_module)
+            use_dense_states(optimizer, pl_module)
         if self._sparsity:
             self._pruning.restore(self._compact, trainer.optimizers)
 
@@ -199,6 +203,12 @@ def prunable_weights(
             f"{enumerate_names(list(found)) or 'none'}, less exclude={list(exclude)}. Name some in include."
         )
     return chosen
+
+
+def _read_by_others(module: nn.Module) -> set[nn.Module]:
+    """Returns the linear modules whose weights torch's own layers read themselves, in evaluation."""
+    encoders = [part for part in module.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+    return {linear for encoder in encoders for linear in (encoder.linear1, encoder.linear2)}
 
 
 def _kind(layer: nn.Module) -> type[nn.Module]:

@@ -15,7 +15,7 @@ from lightning_dynmo.nn.gpt import (
     TokenEmbedding,
     gpt_layers,
 )
-from lightning_dynmo.nn.sparse import SparseLinear, densify, save_as_dense, sparse_weights
+from lightning_dynmo.nn.sparse import SparseLinear, densify, sparse_weights, use_dense_states
 
 __all__ = [
     "MLP",
@@ -33,7 +33,7 @@ __all__ = [
     "densify",
     "faster_execution",
     "gpt_layers",
-    "save_as_dense",
     "sparse_weights",
     "time_executions",
+    "use_dense_states",
 ]

@@ -98,11 +98,21 @@ class CSRPattern:
         return sum(tensor.nbytes for tensor in (*indices, self.tasks, self.t_tasks) if tensor is not None)
 
     def gather(self, dense: Tensor) -> Tensor:
-        """Returns the kept entries of a tensor ``[M, K]``, ``[nnz]``."""
+        """Returns the kept entries of a tensor ``[M, K]``, ``[nnz]``.
+
+        Raises:
+            ValueError: If it has another shape.
+        """
+        _check_shape(dense, self.shape)
         return dense[_rows(self.row_offsets), self.columns.long()]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Returns a tensor ``[M, K]`` with the values ``[nnz]`` in their places, and zeros elsewhere."""
+        """Returns a tensor ``[M, K]`` with the values ``[nnz]`` in their places, and zeros elsewhere.
+
+        Raises:
+            ValueError: If there are more or fewer values.
+        """
+        _check_shape(values, (self.nnz,))
         dense = values.new_zeros(self.shape)
         dense[_rows(self.row_offsets), self.columns.long()] = values
         return dense
@@ -110,6 +120,13 @@ class CSRPattern:
     def mask(self) -> Tensor:
         """Returns what is kept, bool ``[M, K]``."""
         return self.scatter(torch.ones(self.nnz, dtype=torch.bool, device=self.columns.device))
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(
+            f"Expected a tensor of shape {list(shape)}, got {list(tensor.shape)}. Use the weight's pattern."
+        )
 
 
 def _check_offsets(offsets: Tensor, num_rows: int, nnz: int) -> None:

@@ -26,7 +26,8 @@ class SparseLinear(nn.Linear):
     first it is the dense matrix ``[out_features, in_features]``. After `prune` it is that matrix with zeros, and a
     ``mask`` keeps gradients from them. After `compact` it is the vector of the kept values ``[nnz]``, in compressed
     rows. Mask and indices are buffers, so they travel when the layer moves, and are in no ``state_dict``: that has the
-    dense matrix in all three forms, so a checkpoint does not show which one the run was in.
+    dense matrix in all three forms, so a checkpoint does not show which one the run was in. (With ``keep_vars=True``
+    it has the parameter itself.) Loading such a state keeps the form where all that was pruned is zero in it.
 
     In a ``state_dict`` pruned entries are 0.0, and kept ones that happen to be zero are -0.0; this is how `restore`
     finds out again what was pruned.
@@ -122,14 +123,22 @@ class SparseLinear(nn.Linear):
         Args:
             kept: What stays, bool ``[out_features, in_features]``; while the layer is compact, ``[nnz]``.
             optimizers: Those that may hold state of the weight.
+
+        Raises:
+            ValueError: If `kept` is something else.
         """
+        if kept.dtype != torch.bool or kept.shape != self.weight.shape:
+            raise ValueError(
+                f"Expected what is kept of the weight, torch.bool of shape {list(self.weight.shape)}, got {kept.dtype} "
+                f"of shape {list(kept.shape)}. Pass for example layer.weight.abs() > 0.01."
+            )
         if self.columns is not None:
             old = self.pattern
             new = CSRPattern.from_mask(old.scatter(kept))
             self._change(lambda values: values[kept], optimizers)
             self._keep_indices(new)
             return
-        self.mask = kept if self.mask is None else self.mask & kept
+        self.mask = kept.clone() if self.mask is None else self.mask & kept
         mask = self.mask
         self._change(lambda dense: torch.where(mask, dense, torch.zeros((), dtype=dense.dtype)), optimizers)
 
@@ -167,20 +176,28 @@ class SparseLinear(nn.Linear):
 
     def dense_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what an optimizer keeps of the weight, with matrices in place of vectors of kept values."""
-        if self.columns is None:
+        return self._with_changed(state, self.weight.shape, lambda values: self.pattern.scatter(values))
+
+    def compact_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what an optimizer keeps of the weight, with vectors of kept values in place of matrices."""
+        shape = torch.Size((self.out_features, self.in_features))
+        return self._with_changed(state, shape, lambda dense: self.pattern.gather(dense))
+
+    def _with_changed(
+        self, state: Mapping[str, Any], shape: torch.Size, change: Callable[[Tensor], Tensor]
+    ) -> dict[str, Any]:
+        if not self.is_compact:
             return dict(state)
         return {
-            name: self.pattern.scatter(value)
-            if isinstance(value, Tensor) and value.shape == self.weight.shape
-            else value
+            name: change(value) if isinstance(value, Tensor) and value.shape == shape else value
             for name, value in state.items()
         }
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Takes entries of the weight that are 0.0, and not -0.0, for pruned."""
-        if self.columns is None and self.mask is None:
-            self.mask = (self.weight != 0) | self.weight.signbit()
+        """Takes entries of the dense weight that are 0.0, and not -0.0, for pruned; the layer is not compact then."""
+        self._become_dense(self.dense_weight())
+        self.mask = _is_kept(self.weight)
 
     def to_linear(self) -> nn.Linear:
         """Makes the layer an ``nn.Linear`` again, with the dense weight: the same object. Not for training."""
@@ -223,21 +240,31 @@ class SparseLinear(nn.Linear):
 
     @override
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        is_pruned = self.mask is not None or self.columns is not None
-        given = state_dict.get(f"{prefix}weight")
+        key, is_pruned = f"{prefix}weight", self.mask is not None or self.columns is not None
+        given = state_dict.get(key)
         if is_pruned and given is not None and given.shape == (self.out_features, self.in_features):
-            self._become_dense(self.dense_weight())  # what was pruned there may be something else
+            mask = self.pattern.mask() if self.mask is None else self.mask
+            if bool((_is_kept(given).to(mask.device) & ~mask).any()):
+                self._become_dense(self.dense_weight())  # less was pruned there
+            elif self.columns is not None:
+                state_dict = {**state_dict, key: self.pattern.gather(given.to(mask.device))}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class _KeptGradient(torch.autograd.Function):
     """Hands on a weight, and its gradient where the mask keeps it."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     @override
-    def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(mask)
+    def forward(weight: Tensor, mask: Tensor) -> Tensor:
         return weight.view_as(weight)
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     @override
@@ -246,22 +273,32 @@ class _KeptGradient(torch.autograd.Function):
         return torch.where(mask, gradients[0], 0.0), None  # not a product: infinite ones go too
 
 
+def _is_kept(dense: Tensor) -> Tensor:
+    return (dense != 0) | dense.signbit()
+
+
 def sparse_weights(module: nn.Module) -> dict[int, SparseLinear]:
     """Returns the layers in a module that can be pruned, by the id of their weight."""
     return {id(part.weight): part for part in module.modules() if isinstance(part, SparseLinear)}
 
 
-def save_as_dense(optimizer: Optimizer, module: nn.Module) -> None:
-    """Makes an optimizer's ``state_dict`` have matrices for compact weights in a module, as that of the module has."""
+def use_dense_states(optimizer: Optimizer, module: nn.Module) -> None:
+    """Makes an optimizer save and load matrices for the compact weights in a module, as the module itself does."""
 
-    def with_matrices(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         sparse = sparse_weights(module)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for position, parameter in enumerate(parameters):
             if id(parameter) in sparse and position in state_dict["state"]:
                 state_dict["state"][position] = sparse[id(parameter)].dense_state(state_dict["state"][position])
 
-    optimizer.register_state_dict_post_hook(with_matrices)
+    def loaded(optimizer: Optimizer) -> None:
+        for layer in sparse_weights(module).values():
+            if layer.is_compact and layer.weight in optimizer.state:
+                optimizer.state[layer.weight] = layer.compact_state(optimizer.state[layer.weight])
+
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_post_hook(loaded)
 
 
 def densify(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -43,6 +43,7 @@ class GlobalPruning:
         groups: Process groups of this rank; None without a pipeline.
         execution: How pruned weights run: ``"dense"`` with zeros, ``"csr"`` in compressed rows, or ``"auto"`` in what
             is faster here, of which replicas decide together.
+        matrices: Names of weights that keep their shape, since something else than their module reads them.
 
     Raises:
         ValueError: If there is no such execution.
@@ -54,12 +55,14 @@ class GlobalPruning:
         chain: LayerChain | None = None,
         groups: PipelineGroups | None = None,
         execution: SparseExecution = "auto",
+        matrices: Collection[str] = (),
     ) -> None:
         check_execution(execution)
         self._weights = weights
         self._chain = chain
         self._groups = groups
         self._execution = execution
+        self._matrices = frozenset(matrices)
 
     @property
     def num_weights(self) -> int:
@@ -85,7 +88,8 @@ class GlobalPruning:
         chosen = select_largest(candidates, list(self._weights), min(num_kept, left), self._groups)
         for name, linear in owned.items():
             linear.prune(_as_mask(linear, chosen[name]), optimizers)
-        for name in self._to_compact(owned):
+        free = {name: linear for name, linear in owned.items() if name not in self._matrices}
+        for name in self._to_compact(free):
             owned[name].compact(optimizers)
         mine = {name: Matrix(linear.density, linear.is_compact) for name, linear in owned.items()}
         everywhere = {name: matrix for part in self._gather(mine) for name, matrix in part.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def select_largest(
         ValueError: On every rank, if a weight has NaN, is not of floating point, or is not on one rank of the pipeline;
             if ranks disagree; or if there are fewer entries than are to be kept.
     """
-    return _select(candidates, order, num_kept, groups, _search)
+    return _select(candidates, order, operator.index(num_kept), groups, _search)
 
 
 def select_largest_by_gathering(
@@ -75,7 +76,7 @@ def select_largest_by_gathering(
     Raises:
         ValueError: As for `select_largest`.
     """
-    return _select(candidates, order, num_kept, groups, _search_by_gathering)
+    return _select(candidates, order, operator.index(num_kept), groups, _search_by_gathering)
 
 
 @dataclass(frozen=True, slots=True)

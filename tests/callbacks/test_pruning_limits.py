@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
@@ -220,3 +220,73 @@ def test_all_but_a_few_weights(execution: str) -> None:
     for weights in run_distributed(fit_module, 2, TinyGPT, execution, 2, 6, 2, 0.0, 0.999, timeout_s=90):
         assert 1 - share_of_zeros(weights) == pytest.approx(0.001, abs=1e-4)
         assert all(value.isfinite().all() for value in weights.values())
+
+
+class Encoder(LightningModule):
+    """Of torch's own blocks, which read the weights of their MLP themselves in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def configure_pipeline(self) -> list[nn.Module]:
+        return [*self.blocks, self.head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.configure_pipeline():
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit_encoder(rank: int) -> tuple[float, float]:
+    from lightning_dynmo import DynMoStrategy
+
+    seed_everything(3, verbose=False)
+    model = Encoder()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(48, 5, 16)), batch_size=8)
+    pruning = GradualPruningCallback(1, 3, 1, 0.0, 0.5, execution="csr")
+    runner = Trainer(devices=2, strategy=DynMoStrategy(num_microbatches=4), max_steps=6, callbacks=[pruning], **QUIET)
+    runner.fit(model, data, data)
+    (again,) = runner.validate(model, data, verbose=False)
+    (zeros,) = [(model.blocks[0].linear1.weight == 0).float().mean().item()]
+    return again["val_loss"], zeros
+
+
+@pytest.mark.distributed
+def test_blocks_of_torch_validate_after_pruning() -> None:
+    (loss, zeros), _ = run_distributed(fit_encoder, 2, timeout_s=90)
+    assert 0 < loss < 1
+    assert zeros > 0.1
+
+
+class Restores(Callback):
+    """Loads the weights that there are, as one does who goes back to better ones."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step == 7:
+            pl_module.load_state_dict(pl_module.state_dict())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("execution", ["dense", "csr"])
+def test_loading_weights_in_mid_run_keeps_what_is_pruned(execution: str) -> None:
+    (weights,) = run_distributed(fit_alone, 1, execution, init_process_group=False)
+    assert share_of_zeros(weights) == pytest.approx(0.75, abs=1e-3)
+
+
+def fit_alone(rank: int, execution: str) -> dict[str, Tensor]:
+    seed_everything(3, verbose=False)
+    model = TinyGPT(num_blocks=2)
+    callbacks = [GradualPruningCallback(2, 6, 2, 0.0, 0.75, execution=execution), Restores()]
+    Trainer(devices=1, max_steps=10, callbacks=callbacks, **QUIET).fit(model, token_loader(160, 16))
+    return dict(model.state_dict())

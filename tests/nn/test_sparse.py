@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dynmo.nn import SparseLinear, densify, save_as_dense, sparse_weights
+from lightning_dynmo.nn import SparseLinear, densify, sparse_weights, use_dense_states
 
 OUT, IN, TOKENS = 12, 20, 7
 
@@ -161,7 +161,7 @@ def test_compact_training_is_masked_training(name: str) -> None:
         torch.manual_seed(0)
         layer = SparseLinear(IN, OUT)
         optimizer = OPTIMIZERS[name](list(layer.parameters()))
-        save_as_dense(optimizer, layer)
+        use_dense_states(optimizer, layer)
         train(layer, optimizer, 3, seed=1)
         layer.prune(torch.rand(OUT, IN) < 0.4, [optimizer])
         if compact:
@@ -273,6 +273,41 @@ def test_a_state_that_does_not_fit_changes_nothing(compact: bool) -> None:
         layer.load_state_dict({"weight": torch.zeros(5, 5), "bias": dense.bias})
     assert torch.equal(layer.dense_weight(), dense.weight)
     assert layer.is_compact == compact
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_going_back_to_saved_values_keeps_what_is_pruned(compact: bool) -> None:
+    layer, _, kept = pair(compact=compact)
+    optimizer = OPTIMIZERS["adamw"](list(layer.parameters()))
+    use_dense_states(optimizer, layer)
+    train(layer, optimizer, 2, seed=1)
+    saved = copy.deepcopy((layer.state_dict(), optimizer.state_dict()))
+    train(layer, optimizer, 3, seed=2)
+    expected = layer.dense_weight()
+    layer.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert layer.is_compact == compact
+    train(layer, optimizer, 3, seed=2)
+    assert torch.equal(layer.dense_weight(), expected)
+    assert torch.equal(expected == 0, ~kept)
+
+
+def test_a_masked_layer_works_with_transforms() -> None:
+    layer, dense, kept = pair(compact=False)
+    x = torch.randn(TOKENS, IN)
+
+    def loss(weight: Tensor, row: Tensor, module: nn.Module) -> Tensor:
+        return torch.func.functional_call(module, {"weight": weight}, (row,)).square().sum()
+
+    per_row = torch.func.vmap(torch.func.grad(loss), (None, 0, None))
+    expected = per_row(dense.weight.detach(), x, dense) * kept
+    torch.testing.assert_close(per_row(layer.weight.detach(), x, layer), expected)
+
+
+@pytest.mark.parametrize("kept", [torch.ones(1, IN, dtype=torch.bool), torch.ones(OUT, IN)])
+def test_what_is_no_mask_is_refused(kept: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"Expected torch\.bool of shape \[12, 20\]"):
+        SparseLinear(IN, OUT).prune(kept)
 
 
 def test_a_weight_that_is_computed_from_others_is_refused() -> None:
