@@ -18,6 +18,7 @@ from torch.autograd import profiler
 try:
     from torch._C import _disabled_torch_function_impl as disabled_torch_function
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch._C._functorch import peek_interpreter_stack
     from torch._dynamo.eval_frame import OptimizedModule
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
@@ -55,6 +56,7 @@ __all__ = [
     "compute_order",
     "default_store",
     "disabled_torch_function",
+    "in_transform",
     "keystr",
     "make_wrapper_subclass",
     "named_range",
@@ -80,6 +82,11 @@ def named_range(*words: object) -> AbstractContextManager[Any]:
     if not profiler._is_profiler_enabled:
         return nullcontext()
     return profiler.record_function(" ".join(map(str, words)))
+
+
+def in_transform() -> bool:
+    """Returns whether a transform of ``torch.func`` runs what is called now."""
+    return peek_interpreter_stack() is not None
 
 
 def replace_data(tensor: Tensor, data: Tensor) -> None:

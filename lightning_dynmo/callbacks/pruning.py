@@ -42,7 +42,7 @@ class GradualPruningCallback(DynamismCallback):
         final_sparsity: Share that is gone after `end_step`, in ``[0, 1)``.
         include: Patterns of the names of weights to prune, such as ``"*.mlp.*"``, where ``*`` stands for anything.
             They must be weights of an ``nn.Linear``. By default all of these in the layers of the kinds that the chain
-            has several of: blocks, but neither embedding nor head.
+            has several of, but in no ``nn.Linear`` at either end: in blocks, and neither in embedding nor head.
         exclude: Patterns of the names of weights not to prune.
         execution: How pruned matrices run. ``"auto"`` times both ways on this machine at each pruning; ``"dense"``
             keeps zeros; ``"csr"`` stores all of them in compressed rows from the first pruning on.
@@ -67,8 +67,8 @@ class GradualPruningCallback(DynamismCallback):
         super().__init__(rebalance_every_n_steps)
         check_execution(execution)
         self.schedule = CubicSparsity(start_step, end_step, every_n_steps, initial_sparsity, final_sparsity)
-        self.include = include
-        self.exclude = exclude
+        self.include = [include] if isinstance(include, str) else include
+        self.exclude = [exclude] if isinstance(exclude, str) else exclude
         self.execution = execution
         self._pruning = GlobalPruning({})
         self._sparsity = 0.0
@@ -139,6 +139,10 @@ class GradualPruningCallback(DynamismCallback):
         return True
 
     @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pruning.expand(trainer.optimizers)  # not where the model is too large for one rank
+
+    @override
     def steps_until_change(self, step: int) -> float | None:
         return self.schedule.steps_until_pruning(step)
 
@@ -167,7 +171,7 @@ def prunable_weights(
         exclude: As for `GradualPruningCallback`.
 
     Raises:
-        ValueError: If there is none, or a pattern of `include` fits no weight of an ``nn.Linear``.
+        ValueError: If there is none, or a pattern that is no default fits no weight of an ``nn.Linear``.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
@@ -176,7 +180,8 @@ def prunable_weights(
     found: dict[str, tuple[int, nn.Linear]] = {}
     users = Counter(id(part) for layer in layers for part in layer.modules())
     for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
-        if include is None and kind not in repeated:
+        is_end = kind is nn.Linear and index in (0, len(layers) - 1)
+        if include is None and (is_end or kind not in repeated):
             continue
         for part in layer.modules():
             if not isinstance(part, nn.Linear) or type(part) not in (nn.Linear, SparseLinear):
@@ -185,11 +190,11 @@ def prunable_weights(
                 continue
             if holders[id(part.weight)] == users[id(part)] == 1:
                 found[names[id(part.weight)]] = (index, part)
-    for pattern in include or ():
+    for pattern in [*(include or ()), *(pattern for pattern in exclude if pattern not in DEFAULT_EXCLUDE)]:
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(
-                f"The pattern {pattern!r} of include fits no weight of an nn.Linear that one layer alone uses. Those "
-                f"are: {enumerate_names(list(found)) or 'none'}."
+                f"The pattern {pattern!r} fits no weight of an nn.Linear that one layer alone uses. Those are: "
+                f"{enumerate_names(list(found)) or 'none'}."
             )
     chosen = {
         name: entry
@@ -200,7 +205,8 @@ def prunable_weights(
     if not chosen:
         raise ValueError(
             f"{type(module).__name__} has no weight to prune. Those of nn.Linear modules in its layers can be: "
-            f"{enumerate_names(list(found)) or 'none'}, less exclude={list(exclude)}. Name some in include."
+            f"{enumerate_names(list(found)) or 'none'}, less exclude={list(exclude)}. Name some in include, or use "
+            "nn.Linear in place of other modules that hold matrices."
         )
     return chosen
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dynmo._torch import FakeTensor, replace_data
+from lightning_dynmo._torch import FakeTensor, in_transform, replace_data
 from lightning_dynmo.nn.csr import CSRPattern
 from lightning_dynmo.nn.csr_linear import csr_linear
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDICES = ("row_offsets", "columns", "t_row_offsets", "t_columns", "t_order", "tasks", "t_tasks")
 
 
@@ -110,8 +111,12 @@ class SparseLinear(nn.Linear):
             weight = self.weight.new_empty(shape).requires_grad_(self.weight.requires_grad)
             return F.linear(input, weight, self.bias)
         self.num_tokens = input.numel() // max(self.in_features, 1)
+        if self.columns is not None and in_transform():
+            return F.linear(input, self.pattern.scatter(self.weight), self.bias)
         if self.columns is not None:
-            return csr_linear(input, self.weight, self.pattern, self.bias)
+            # Where nothing is left there is no gradient either: many a norm or optimizer wants at least one element.
+            values = self.weight if self.columns.numel() else self.weight.detach()
+            return csr_linear(input, values, self.pattern, self.bias)
         if self.mask is not None:
             return F.linear(input, _KeptGradient.apply(self.weight, self.mask), self.bias)  # type: ignore[no-untyped-call]
         return F.linear(input, self.weight, self.bias)
@@ -157,6 +162,15 @@ class SparseLinear(nn.Linear):
         self._change(pattern.gather, optimizers)
         self.mask = None
         self._keep_indices(pattern)
+
+    @torch.no_grad()
+    def expand(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Makes a compact layer a masked one again, the inverse of `compact`."""
+        if self.columns is not None:
+            pattern = self.pattern
+            self._change(pattern.scatter, optimizers)
+            self._keep_indices(None)
+            self.mask = pattern.mask()
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -218,9 +232,9 @@ class SparseLinear(nn.Linear):
         weight.grad = None
         replace_data(weight, change(weight.detach()))
 
-    def _keep_indices(self, pattern: CSRPattern) -> None:
+    def _keep_indices(self, pattern: CSRPattern | None) -> None:
         for name in _INDICES:
-            setattr(self, name, getattr(pattern, name))
+            setattr(self, name, getattr(pattern, name, None))
 
     def _forget(self) -> None:
         for name in ("mask", *_INDICES):
@@ -270,7 +284,12 @@ class _KeptGradient(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return torch.where(mask, gradients[0], 0.0), None  # not a product: infinite ones go too
+        gradient = gradients[0]
+        if torch.is_grad_enabled() or in_transform():
+            return torch.where(mask, gradient, 0.0), None
+        # The same by bits, which takes a third of the time. A product would make NaN of what is infinite.
+        bits = gradient.view(_BITS[gradient.element_size()])
+        return (bits & -mask.view(torch.int8)).view(gradient.dtype), None
 
 
 def _is_kept(dense: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -88,8 +89,7 @@ class GlobalPruning:
         chosen = select_largest(candidates, list(self._weights), min(num_kept, left), self._groups)
         for name, linear in owned.items():
             linear.prune(_as_mask(linear, chosen[name]), optimizers)
-        free = {name: linear for name, linear in owned.items() if name not in self._matrices}
-        for name in self._to_compact(free):
+        for name in self._to_compact(owned):
             owned[name].compact(optimizers)
         mine = {name: Matrix(linear.density, linear.is_compact) for name, linear in owned.items()}
         everywhere = {name: matrix for part in self._gather(mine) for name, matrix in part.items()}
@@ -100,17 +100,25 @@ class GlobalPruning:
         for linear in self._owned().values():
             linear.hold()
 
-    def restore(self, compact: frozenset[str], optimizers: Sequence[Optimizer]) -> None:
+    def restore(self, compact: Collection[str], optimizers: Sequence[Optimizer]) -> None:
         """Prunes again what was pruned in the run that a checkpoint is from, whose weights and optimizers are loaded.
 
         Args:
-            compact: Names of the weights that ran in compressed rows.
+            compact: Names of the weights that ran in compressed rows; they do so again where the execution is
+                ``"auto"``.
             optimizers: Those that may hold state of the weights.
         """
+        wanted = {"auto": frozenset(compact), "csr": frozenset(self._weights), "dense": frozenset[str]()}
         for name, linear in self._owned().items():
             linear.restore()
-            if name in compact:
+            if name in wanted[self._execution] - self._matrices:
                 linear.compact(optimizers)
+
+    def expand(self, optimizers: Sequence[Optimizer]) -> None:
+        """Gives the weights their shape back, and what optimizers remember of them, where this rank holds them all."""
+        if self._chain is None or len(self._chain.owned) == len(self._chain):
+            for _, linear in self._weights.values():
+                linear.expand(optimizers)
 
     def _owned(self) -> dict[str, SparseLinear]:
         """Returns the weights that this rank holds."""
@@ -118,17 +126,20 @@ class GlobalPruning:
         return {name: linear for name, (index, linear) in self._weights.items() if chain is None or chain.owns(index)}
 
     def _to_compact(self, owned: Mapping[str, SparseLinear]) -> set[str]:
+        # A layer that has just moved here has not run here yet, so ask all. What never runs is read by somebody else.
+        tokens: Counter[str] = Counter()
+        for part in self._gather({name: linear.num_tokens for name, (_, linear) in self._weights.items()}):
+            tokens |= Counter(part)
+        possible = {name: linear for name, linear in owned.items() if tokens[name] and name not in self._matrices}
         if self._execution == "csr":
-            return set(owned)
+            return set(possible)
         if self._execution == "dense":
             return set()
-        # A layer that has just moved here has not run yet, so ask all.
-        num_tokens = max(max(part) for part in self._gather([1, *(linear.num_tokens for linear in owned.values())]))
         times: dict[str, dict[str, float]] = {}
-        for name, linear in owned.items():
+        for name, linear in possible.items():
             if not linear.is_compact and linear.mask is not None:
                 pattern = CSRPattern.from_mask(linear.mask)
-                times[name] = time_executions(pattern, pattern.gather(linear.weight.detach()), num_tokens)
+                times[name] = time_executions(pattern, pattern.gather(linear.weight.detach()), tokens[name])
         replicas = [times] if self._groups is None else self._groups.gather_replicas(times)
         total = {
             name: {kind: math.fsum(part[name][kind] for part in replicas) for kind in own}

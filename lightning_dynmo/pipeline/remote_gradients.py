@@ -110,7 +110,7 @@ def remote_gradients(chain: LayerChain, owners: Sequence[int], groups: PipelineG
             sparse = parameter.grad.is_sparse
             elements = parameter.grad.coalesce().values() if sparse else parameter.grad
             for row, order in enumerate(NORM_ORDERS):
-                norms[row, position] = torch.linalg.vector_norm(elements, order)
+                norms[row, position] = torch.linalg.vector_norm(elements, order) if elements.numel() else 0.0
             norms[-1, position] = 1
     with groups.guard("exchange of gradient norms"):
         dist.all_reduce(norms, group=groups.pipeline)

@@ -32,6 +32,11 @@ class CubicSparsity:
     final_sparsity: float = 0.9
 
     def __post_init__(self) -> None:
+        for name in ("start_step", "end_step", "every_n_steps"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(
+                    f"Expected {name} to be an integer, got {getattr(self, name)!r}. Use for example 1000."
+                )
         if self.start_step < 0:
             raise ValueError(f"Expected start_step of at least 0, got {self.start_step}. Use for example 3000.")
         if self.every_n_steps < 1:

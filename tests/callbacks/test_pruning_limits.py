@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_dynmo import GPT, GradualPruningCallback
@@ -46,12 +47,18 @@ def test_patterns_choose_weights() -> None:
     assert names(model, exclude=["*mlp*", "*attention*"]) == ["blocks.0.out.weight", "blocks.1.out.weight"]
 
 
+def test_a_pattern_may_be_a_string_and_linear_ends_are_left_alone() -> None:
+    assert GradualPruningCallback(include="*.mlp.*", exclude="*x*").include == ["*.mlp.*"]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+    assert list(prunable_weights(model, list(model))) == ["1.weight", "3.weight"]
+
+
 def test_patterns_that_fit_nothing_are_refused() -> None:
     model = TinyGPT(num_blocks=1)
-    with pytest.raises(
-        ValueError, match=r"The pattern 'blocks\.\*\.norm\.\*' of include fits no weight of an nn\.Linear"
-    ):
+    with pytest.raises(ValueError, match=r"The pattern 'blocks\.\*\.norm\.\*' fits no weight"):
         names(model, include=["blocks.*.norm.*"])
+    with pytest.raises(ValueError, match=r"The pattern '\*typo\*' fits no weight"):
+        names(model, exclude=["*typo*"])
     with pytest.raises(ValueError, match=r"TinyGPT has no weight to prune\. .*Name some in include"):
         names(model, exclude=["*"])
 
@@ -132,7 +139,8 @@ def fit(rank: int, options: dict[str, Any], extra: str, execution: str) -> dict[
         "test_loss": tested,
         "weights": weights,
         "later": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "sparse": sum(part.is_compact for part in model.modules() if isinstance(part, SparseLinear)),
+        "sparse": len(pruning.state_dict()["compact"]),
+        "shapes": {tuple(part.weight.shape) for part in model.modules() if isinstance(part, SparseLinear)},
     }
 
 
@@ -162,6 +170,7 @@ def test_together_with(options: dict[str, Any], extra: str, tolerance: float) ->
             if name.startswith("blocks") and value.dim() == 2:
                 assert (ranks[0]["later"][name][value == 0] == 0).all()
     assert (masked[0]["sparse"], compact[0]["sparse"]) == (0, 16)
+    assert all(len(shape) == 2 for shape in compact[0]["shapes"])  # as before, once the run is over
     losses = torch.tensor(masked[-1]["losses"]) - torch.tensor(compact[-1]["losses"])
     assert losses.abs().max() < tolerance
     assert abs(masked[0]["test_loss"] - compact[0]["test_loss"]) < tolerance
@@ -290,3 +299,46 @@ def fit_alone(rank: int, execution: str) -> dict[str, Tensor]:
     callbacks = [GradualPruningCallback(2, 6, 2, 0.0, 0.75, execution=execution), Restores()]
     Trainer(devices=1, max_steps=10, callbacks=callbacks, **QUIET).fit(model, token_loader(160, 16))
     return dict(model.state_dict())
+
+
+class ReadsWeights(TinyGPT):
+    """Its blocks read a weight instead of calling its module."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        for block in self.blocks:
+            block.mlp[3] = Reads(block.mlp[3])
+
+
+class Reads(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.linear.weight * 0.5, self.linear.bias)
+
+
+class Emptied(TinyGPT):
+    """Has a matrix that loses all of its weights, and a hook that looks at all gradients."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.blocks[1].out.weight.data *= 1e-6
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log_dict(grad_norm(self, norm_type="inf"))
+
+
+class EmptiedAdafactor(Emptied):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [ReadsWeights, Emptied, EmptiedAdafactor])
+def test_compressed_rows_with(kind: type[TinyGPT]) -> None:
+    for weights in run_distributed(fit_module, 2, kind, "csr", 2, 6, 2, 0.0, 0.75, timeout_s=90):
+        assert share_of_zeros(weights) == pytest.approx(0.75, abs=1e-3)
+        if kind is not ReadsWeights:
+            assert not weights["blocks.1.out.weight"].any()
