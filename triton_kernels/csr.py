@@ -51,13 +51,14 @@ def csr_spmm(values: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
         The product [M, N], of the type of `values`.
 
     Raises:
-        ValueError: Not exactly one of the two has an `order`.
+        ValueError: Not exactly one of the two has an `order`, or x has not as many rows as the transpose.
     """
     if (rows.order is None) == (t_rows.order is None):
         raise ValueError(
             f"csr_spmm expects an order in one of rows and t_rows, got it in {_with_order(rows, t_rows)}; make the "
             "rows that the values are in with order=None, the others with the places of their entries among the values."
         )
+    _check_rows("csr_spmm", x, t_rows)
     product: Tensor = _spmm_op(values, x, *rows, *t_rows)
     return product
 
@@ -74,15 +75,25 @@ def csr_sddmm(g: Tensor, x: Tensor, rows: Rows, t_rows: Rows) -> Tensor:
         t_rows: Rows of its transpose.
 
     Raises:
-        ValueError: The order is not in `t_rows` alone.
+        ValueError: The order is not in `t_rows` alone, or a matrix has not as many rows as there are.
     """
     if rows.order is not None or t_rows.order is None:
         raise ValueError(
             f"csr_sddmm expects an order in t_rows alone, got it in {_with_order(rows, t_rows)}; make rows with "
             "order=None, and t_rows with the places of the transpose's entries among those of the rows."
         )
+    _check_rows("csr_sddmm", g, rows)
+    _check_rows("csr_sddmm", x, t_rows)
     products: Tensor = _sddmm_op(g, x, *rows, *t_rows)
     return products
+
+
+def _check_rows(op: str, matrix: Tensor, rows: Rows) -> None:
+    if matrix.dim() != 2 or matrix.shape[0] != rows.offsets.numel() - 1:
+        raise ValueError(
+            f"{op} expects a matrix of {rows.offsets.numel() - 1} rows, one for each of the weight's or its "
+            f"transpose's, got shape {list(matrix.shape)}; pass activations with features first, such as x.t()."
+        )
 
 
 def _with_order(rows: Rows, t_rows: Rows) -> str:

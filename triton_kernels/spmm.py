@@ -56,6 +56,11 @@ def spmm(
         The product [M, N], of the type of `values`.
     """
     _check(values, row_offsets, columns, x, num_rows)
+    if order is not None and order.shape != columns.shape:
+        raise ValueError(
+            f"spmm expects an order of {columns.numel()} places, one for each entry, got shape {list(order.shape)}; "
+            "pass the order of the same rows."
+        )
     if tasks is None:
         tasks = row_tasks(row_offsets, columns, x.shape[0])
     elif tasks.dim() != 3 or tasks.shape[1:] != (num_rows, 3):

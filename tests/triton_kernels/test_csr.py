@@ -141,6 +141,19 @@ def test_rows_without_the_order_of_the_transpose_are_refused() -> None:
         csr_sddmm(g, x, rows, unordered)
 
 
+def test_matrices_with_other_rows_are_refused() -> None:
+    mask = masks()["rows of all lengths"]
+    rows, t_rows = rows_of(mask)
+    values, x, g = leaf(int(mask.sum())), leaf(SHAPE[1], 20), leaf(SHAPE[0], 20)
+    for wrong in (x[1:], x.t(), x[0]):
+        with pytest.raises(ValueError, match=f"csr_spmm expects a matrix of {SHAPE[1]} rows"):
+            csr_spmm(values, wrong, rows, t_rows)
+        with pytest.raises(ValueError, match=f"csr_sddmm expects a matrix of {SHAPE[1]} rows"):
+            csr_sddmm(g, wrong, rows, t_rows)
+    with pytest.raises(ValueError, match=f"csr_sddmm expects a matrix of {SHAPE[0]} rows"):
+        csr_sddmm(g[1:], x, rows, t_rows)
+
+
 def test_outside_of_autocast_types_must_agree() -> None:
     mask = masks()["rows of all lengths"]
     values, x = leaf(int(mask.sum())), leaf(SHAPE[1], 20, dtype=torch.bfloat16)

@@ -195,5 +195,7 @@ def test_errors_say_what_to_change() -> None:
         spmm(values[1:], *indices, x, SHAPE[0])
     with pytest.raises(ValueError, match=r"tasks .panels, 9, 3., got .1, 5, 3.; make them by row_tasks"):
         spmm(values, *indices, x, SHAPE[0], tasks=row_tasks(*indices, SHAPE[1])[:, :5])
+    with pytest.raises(ValueError, match=r"expects an order of .* places, one for each entry"):
+        spmm(values, *indices, x, SHAPE[0], order=pattern.t_order[1:])
     with pytest.raises(RuntimeError, match="call csr_spmm"):
         spmm(values.requires_grad_(), *indices, x, SHAPE[0])
