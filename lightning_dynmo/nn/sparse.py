@@ -51,8 +51,6 @@ class SparseLinear(nn.Linear):
     t_tasks: Tensor | None
     num_tokens: int = 0
     """Rows of the last input: tokens of a microbatch."""
-    masks_each_gradient: bool = True
-    """Whether each backward masks the gradient of a masked weight; else `mask_gradient` does, once for many."""
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class SparseLinear(nn.Linear):
             # Where nothing is left there is no gradient either: many a norm or optimizer wants at least one element.
             values = self.weight if self.columns.numel() else self.weight.detach()
             return csr_linear(input, values, self.pattern, self.bias)
-        if self.mask is not None and self.masks_each_gradient:
+        if self.mask is not None:
             return F.linear(input, _KeptGradient.apply(self.weight, self.mask), self.bias)  # type: ignore[no-untyped-call]
         return F.linear(input, self.weight, self.bias)
 
@@ -179,12 +177,6 @@ class SparseLinear(nn.Linear):
         """Sets pruned entries to zero again, should an optimizer or a hook have changed them."""
         if self.mask is not None:
             _bits(self.weight.data).bitwise_and_(_all_or_no_bits(self.mask))
-
-    @torch.no_grad()
-    def mask_gradient(self) -> None:
-        """Sets the gradient of pruned entries to zero, as each backward does unless `masks_each_gradient` is off."""
-        if self.mask is not None and self.weight.grad is not None:
-            _bits(self.weight.grad).bitwise_and_(_all_or_no_bits(self.mask))
 
     @torch.no_grad()
     def dense_weight(self) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dynmo.nn import sparse_weights
 from lightning_dynmo.ownership import LayerChain
 from lightning_dynmo.pipeline.groups import PipelineGroups
 from lightning_dynmo.pipeline.remote_gradients import RemoteGradient
@@ -93,8 +92,6 @@ class GradientWindow:
             for parameter, users in self._tied:
                 if id(parameter) in self._trained:
                     _add_up_tied(parameter, users, self._chain, self._groups)
-            for layer in sparse_weights(self._chain.root).values():
-                layer.mask_gradient()
             if self._weight:
                 for parameter in self._chain.owned_parameters():
                     if parameter.grad is not None:

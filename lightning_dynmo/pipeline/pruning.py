@@ -64,8 +64,6 @@ class GlobalPruning:
         self._groups = groups
         self._execution = execution
         self._matrices = frozenset(matrices)
-        for _, linear in weights.values():
-            linear.masks_each_gradient = chain is None  # a pipeline masks them once per optimizer step
 
     @property
     def num_weights(self) -> int:
@@ -121,7 +119,6 @@ class GlobalPruning:
         if self._chain is None or len(self._chain.owned) == len(self._chain):
             for _, linear in self._weights.values():
                 linear.expand(optimizers)
-                linear.masks_each_gradient = True
 
     def _owned(self) -> dict[str, SparseLinear]:
         """Returns the weights that this rank holds."""
