@@ -19,7 +19,7 @@ parts of a round follow each other and find the machine equally busy.
 
 `resident` is what layers, gradients and optimizer state really hold on each rank, after a step.
 
-`--null` prunes nothing: there is nothing to gain, and all ratios must be 1.00 +- 0.05.
+`--null` prunes nothing: there is nothing to gain, and all ratios must be 1.00 +- 0.05. `--quick` takes a smaller model.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from lightning_dynmo.simulation import LayerCost
 
 MICROBATCH_SIZE = 2
 CONFIG = GPTConfig(num_blocks=12, hidden_size=384, num_heads=6, context_length=64)
+QUICK_CONFIG = GPTConfig(num_blocks=8, hidden_size=256, num_heads=4, context_length=64)
 SPREAD, INIT_STD = 0.4, 0.02
 ROUNDS, STEPS_PER_ROUND, BUDGET_S = 12, 3, 200.0
 QUICK_ROUNDS, QUICK_STEPS_PER_ROUND, QUICK_BUDGET_S = 5, 1, 30.0
 
 
-def model() -> nn.ModuleList:
+def model(config: GPTConfig) -> nn.ModuleList:
     """Returns layers whose weights grow with depth, from 1 - `SPREAD` to 1 + `SPREAD` times the usual deviation."""
     torch.manual_seed(0)
-    layers = gpt_layers(CONFIG)
+    layers = gpt_layers(config)
     for index, block in enumerate(layers[1:-1]):
         for part in block.modules():
             if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=INIT_STD * (1 + SPREAD * (2 * index / (CONFIG.num_blocks - 1) - 1)))
+                nn.init.normal_(part.weight, std=INIT_STD * (1 + SPREAD * (2 * index / (config.num_blocks - 1) - 1)))
     return layers
 
 
@@ -85,11 +86,12 @@ def resident_mb(pipeline: Pipeline) -> list[float]:
 def main(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    layers = model()
+    config = QUICK_CONFIG if arguments.quick else CONFIG
+    layers = model(config)
     batch = [
         (tokens, targets)
         for tokens, targets in torch.randint(
-            CONFIG.vocab_size, (NUM_MICROBATCHES, 2, MICROBATCH_SIZE, CONFIG.context_length)
+            config.vocab_size, (NUM_MICROBATCHES, 2, MICROBATCH_SIZE, config.context_length)
         )
     ]
     dense, pruned = Pipeline(copy.deepcopy(layers), batch), Pipeline(layers, batch)
@@ -97,19 +99,21 @@ def main(arguments: argparse.Namespace) -> None:
     alone = AloneTimer(pruned.whole_copy())
     num_steps = QUICK_STEPS_PER_ROUND if arguments.quick else STEPS_PER_ROUND
     rounds: list[tuple[int, str, float, float, float]] = []
-    memory = [("dense", *resident_mb(dense)), ("static", *resident_mb(pruned))]
+    memory: dict[str, list[float]] = {}
     for index in Rounds(QUICK_ROUNDS, QUICK_BUDGET_S) if arguments.quick else Rounds(ROUNDS, BUDGET_S):
         dense_s = dense.steps(num_steps)
         pruned.runtime.move_to(pruned.uniform)
         static_s = pruned.steps(num_steps)
+        memory |= {"dense": resident_mb(dense), "static": resident_mb(pruned)}
         pruned.rebalance()
         rebalanced_s = pruned.steps(num_steps)
         rounds.append((index, split_text(pruned.runtime.assignment.balance), dense_s, static_s, rebalanced_s))
         dist.barrier()
         alone.measure(batch)
-    memory.append(("rebalanced", *resident_mb(pruned)))
+    memory["rebalanced"] = resident_mb(pruned)
     costs = alone.costs()
     if dist.get_rank() == 0:
+        print(config)
         report(costs, densities, pruned.uniform, rounds, memory)
     dist.destroy_process_group()
 
@@ -119,9 +123,9 @@ def report(
     densities: dict[str, float],
     uniform: Assignment,
     rounds: Sequence[tuple[int, str, float, float, float]],
-    memory: Sequence[tuple[str | float, ...]],
+    memory: dict[str, list[float]],
 ) -> None:
-    print(f"{len(costs)} layers, {NUM_MICROBATCHES} microbatches, 1F1B, {NUM_RANKS} ranks; {CONFIG}\n")
+    print(f"{len(costs)} layers, {NUM_MICROBATCHES} microbatches, 1F1B, {NUM_RANKS} ranks\n")
     rows = []
     for index, cost in enumerate(costs):
         mine = [value for name, value in densities.items() if name.split(".")[0] == str(index)]
@@ -139,7 +143,7 @@ def report(
     columns = ("round", "split", "dense_ms", "static_ms", "rebalanced_ms")
     print(table("Steps measured, median of each round", columns, rounds))
     columns = ("which", *(f"rank_{rank}_mb" for rank in range(NUM_RANKS)))
-    text = [(name, *(f"{value:.1f}" for value in sizes)) for name, *sizes in memory]
+    text = [(name, *(f"{value:.1f}" for value in sizes)) for name, sizes in memory.items()]
     print(table("Memory, resident", columns, text))
     measured = statistics.median(static_s / rebalanced_s for *_, static_s, rebalanced_s in rounds)
     possible = uniform_s / best_s
