@@ -30,8 +30,8 @@ class GradualPruningCallback(DynamismCallback):
 
     A pruned matrix runs as a dense one with zeros until it has so few entries that compressed rows are faster. Then
     values, gradients and optimizer state of the others are gone from memory as well, and less of it moves between
-    ranks. Checkpoints have dense matrices with zeros all the same, as a run on one device would save them. A layer that
-    reads the weight of an ``nn.Linear`` itself instead of calling it needs ``execution="dense"``. Optimizers that keep
+    ranks. Checkpoints have dense matrices with zeros all the same, as a run on one device would save them. A matrix
+    whose ``nn.Linear`` is never called, since a layer reads its weight itself, stays dense. Optimizers that keep
     something of another shape than the weight's, such as Adafactor, begin anew with it after each pruning.
 
     Args:

@@ -104,14 +104,14 @@ class GlobalPruning:
         """Prunes again what was pruned in the run that a checkpoint is from, whose weights and optimizers are loaded.
 
         Args:
-            compact: Names of the weights that ran in compressed rows; they do so again where the execution is
-                ``"auto"``.
+            compact: Names of the weights that ran in compressed rows; they do so again unless the execution is
+                ``"dense"``. Which others can is known at the next pruning, when they have run.
             optimizers: Those that may hold state of the weights.
         """
-        wanted = {"auto": frozenset(compact), "csr": frozenset(self._weights), "dense": frozenset[str]()}
+        wanted = set() if self._execution == "dense" else set(compact) - self._matrices
         for name, linear in self._owned().items():
             linear.restore()
-            if name in wanted[self._execution] - self._matrices:
+            if name in wanted:
                 linear.compact(optimizers)
 
     def expand(self, optimizers: Sequence[Optimizer]) -> None:

@@ -16,6 +16,7 @@ from lightning_dynmo import GPT, GradualPruningCallback
 from lightning_dynmo.callbacks.pruning import prunable_weights
 from lightning_dynmo.module import pipeline_layers
 from lightning_dynmo.nn import SparseLinear
+from lightning_dynmo.pipeline import GlobalPruning
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.fitting import QUIET, differences
 from tests.helpers.models import TinyGPT, token_loader
@@ -182,6 +183,16 @@ def test_under_ddp_zeros_stay_in_place() -> None:
     assert differences(ranks[0]["weights"], ranks[1]["weights"]) == []
     assert share_of_zeros(ranks[0]["weights"]) == pytest.approx(0.75, abs=1e-3)
     assert ranks[0]["sparse"] == 0
+
+
+@pytest.mark.parametrize("execution", ["auto", "csr", "dense"])
+def test_a_resumed_run_makes_compact_what_was_and_nothing_else(execution: Any) -> None:
+    layers = {name: (0, SparseLinear(4, 4)) for name in ("called", "read")}
+    for _, layer in layers.values():
+        layer.weight.data[0] = 0.0
+    GlobalPruning(layers, execution=execution).restore(["called"], [])
+    assert [layer.is_compact for _, layer in layers.values()] == [execution != "dense", False]
+    assert all(layer.density == 0.75 for _, layer in layers.values())
 
 
 class Disturbed(TinyGPT):
